@@ -1,0 +1,44 @@
+# Two commands matter: `make run` and `make test`. Both make their own .venv.
+VENV := .venv
+BIN := $(VENV)/bin
+# The first interpreter that is 3.11 or newer; PYTHON=... overrides.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
+REPLICAS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: run test lint types unit loadtest clean
+
+run: $(VENV)/.run
+	$(BIN)/python -m loadtests.stack $(addprefix --replica ,$(REPLICAS))
+
+test: lint types unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+loadtest: $(VENV)/.dev
+	$(BIN)/python -m loadtests.stack --run-locust $(LOCUST_ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none found on PATH"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -e '.[dev,test,loadtest]'
+	touch $@ $(VENV)/.run

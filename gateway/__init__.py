@@ -1,0 +1,1 @@
+"""Warmgate: a cache-aware routing gateway for fleets of vLLM replicas."""

@@ -1,0 +1,1 @@
+"""Roofline estimates: hardware, model shape, step costs, queueing, calibration."""

@@ -1,0 +1,1 @@
+"""The prefix map: which replica holds which prompt prefix."""

@@ -1,0 +1,1 @@
+"""Request body -> canonical prompt bytes -> chained block hashes, token estimate."""

@@ -1,0 +1,1 @@
+"""The data plane: client side, replica side, and the exchange between them."""

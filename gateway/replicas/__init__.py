@@ -1,0 +1,1 @@
+"""Replicas: registry, load accounting, health and metrics scrape."""

@@ -1,0 +1,1 @@
+"""Candidates -> policy -> decision, and the log of it."""

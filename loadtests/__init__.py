@@ -1,0 +1,1 @@
+"""Simulated vLLM replicas, workloads, benchmarks and load tests."""

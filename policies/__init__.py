@@ -1,0 +1,1 @@
+"""Routing policies: pure, deterministic under a seed, and ignorant of the gateway."""

@@ -1,0 +1,101 @@
+"""The contract between the gateway and a routing policy.
+
+A policy is pure: it reads columns, draws from its own seeded random numbers, keeps what it remembers in itself,
+and returns one choice with its reasons. It does no I/O and never looks at a clock. The same policy object therefore
+serves live traffic, shadow scoring and replay in virtual time.
+
+Columns are plain sequences indexed by *replica slot*, a small integer the registry gives to each replica.
+`Candidates.slots` says which slots may be chosen for this request; the other entries of a column mean nothing.
+
+Two kinds of columns:
+- State, kept current by events and shared by all requests: `in_flight`, `prefill_tokens`, `decodes`, ...
+- Per request, computed only when the policy in force declares that it reads them: `matched_tokens`,
+  `own_prefill_s`, `predicted_ttft_s`, `decode_delay_s`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class Column(StrEnum):
+    """The candidate features a policy may read. Units are in the names."""
+
+    IN_FLIGHT = "in_flight"
+    """Requests sent and not ended, counted at selection."""
+    PREFILL_TOKENS = "prefill_tokens"
+    """Uncached prompt tokens of requests whose first token has not been seen."""
+    PREFILL_S = "prefill_s"
+    """Predicted seconds of prefill work still ahead of a new request."""
+    DECODES = "decodes"
+    """Requests whose first token has been seen and which have not ended."""
+    KV_TOKENS = "kv_tokens"
+    """Tokens of KV memory held by requests in flight (prompt and expected output)."""
+    KV_CAPACITY_TOKENS = "kv_capacity_tokens"
+    """Tokens of KV memory the engine has."""
+    MATCHED_TOKENS = "matched_tokens"
+    """Prompt tokens the prefix map says the replica holds. Per request."""
+    OWN_PREFILL_S = "own_prefill_s"
+    """Predicted seconds of prefill for the uncached part of this prompt. Per request."""
+    PREDICTED_TTFT_S = "predicted_ttft_s"
+    """Predicted seconds from now to the first token. Per request."""
+    DECODE_DELAY_S = "decode_delay_s"
+    """Predicted seconds of delay this prefill adds, summed over the replica's running decodes. Per request."""
+
+
+@dataclass(slots=True)
+class Request:
+    """What a policy may know of a request."""
+
+    prompt_tokens: float
+    """Estimated tokens of the prompt; exact for token-id prompts."""
+    expected_output_tokens: float
+    """Expected tokens of the answer: the pool's running mean, bounded by the request's own limit."""
+    prefix_hash: int = 0
+    """Hash of the head of the prompt (its first block), 0 when the body has no canonical prompt."""
+    session: str | None = None
+    """Session key from the configured header or the body's `user`, when there is one."""
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The replicas that may serve a request, as columns indexed by replica slot."""
+
+    slots: Sequence[int]
+    """Slots that may be chosen, never empty, in ascending order."""
+    in_flight: Sequence[int] = ()
+    prefill_tokens: Sequence[float] = ()
+    prefill_s: Sequence[float] = ()
+    decodes: Sequence[int] = ()
+    kv_tokens: Sequence[float] = ()
+    kv_capacity_tokens: Sequence[float] = ()
+    matched_tokens: Sequence[float] = ()
+    own_prefill_s: Sequence[float] = ()
+    predicted_ttft_s: Sequence[float] = ()
+    decode_delay_s: Sequence[float] = ()
+
+
+@dataclass(slots=True)
+class Choice:
+    """One decision: the slot, and why in words and numbers that an operator can read."""
+
+    slot: int
+    reason: str
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+class Policy(Protocol):
+    """What the router asks of a policy."""
+
+    name: str
+    reads: frozenset[Column]
+
+    def choose(self, request: Request, candidates: Candidates) -> Choice:
+        """Pick one of `candidates.slots`.
+
+        Args:
+            request: what is known of the request.
+            candidates: the columns declared in `reads`; others may be empty.
+        """
+        ...
