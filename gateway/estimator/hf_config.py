@@ -12,11 +12,24 @@ from typing import Any
 
 # Models whose feed-forward block is two plain matrices; all others have a gate and so three.
 _UNGATED_MODEL_TYPES = frozenset(
-    "bloom falcon gpt2 gpt_bigcode gpt_neo gpt_neox gptj mpt nemotron opt phi starcoder2".split()
+    {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "phi"}
+    | {"starcoder2"}
 )
 # Models that tie the embedding and the output head unless their config says otherwise.
 _TIED_MODEL_TYPES = frozenset(
-    {"bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "mpt", "opt"}
+    {
+        "bloom",
+        "cohere",
+        "cohere2",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+    }
+    | {"mpt", "opt", "starcoder2"}
 )
 
 
@@ -52,6 +65,7 @@ class ConfigShape:
     latent: LatentAttention | None
     element_bytes: float
     linear_bits: float
+    only_experts_quantized: bool
     kv_element_bytes: float
 
     @property
@@ -60,11 +74,14 @@ class ConfigShape:
         return 1 if self.latent else self.kv_heads
 
     @property
-    def kv_elements_per_layer(self) -> int:
-        """Elements that one token keeps per layer: keys and values, or a latent and one rotary key."""
-        if self.latent:
-            return self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
-        return 2 * self.kv_heads * self.head_dim
+    def cached_head_dim(self) -> int:
+        """Elements of one cached head; of a latent all that it keeps."""
+        return self.latent_kv_elements or self.head_dim
+
+    @property
+    def latent_kv_elements(self) -> int:
+        """Elements that one token keeps per layer as a latent and one rotary key; 0 for keys and values."""
+        return self.latent.kv_lora_rank + self.latent.qk_rope_head_dim if self.latent else 0
 
     @property
     def attention_width(self) -> float:
@@ -76,7 +93,8 @@ class ConfigShape:
 
     def weights_bytes(self, count: ParameterCount) -> float:
         """Bytes of all weights: linear layers at their quantised width, embeddings and head at full width."""
-        return count.embeddings * self.element_bytes + (count.total - count.embeddings) * self.linear_bits / 8
+        quantized = count.routed_experts if self.only_experts_quantized else count.total - count.embeddings
+        return (count.total - quantized) * self.element_bytes + quantized * self.linear_bits / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +132,9 @@ def read_shape(config: Mapping[str, Any]) -> ConfigShape:
         heads=heads,
         kv_heads=_kv_heads(fields, merged, heads),
         head_dim=fields.integer("head_dim", default=max(1, hidden // heads)),
-        intermediate=intermediate,
-        vocabulary=fields.integer("vocab_size"),
+        # Llama 4: the dense layers' own width; its experts and its shared expert have `intermediate_size`.
+        intermediate=fields.integer("intermediate_size_mlp", default=intermediate),
+        vocabulary=fields.integer("vocab_size", "padded_vocab_size"),
         tied_embeddings=_flag(merged.get("tie_word_embeddings"), model_type in _TIED_MODEL_TYPES),
         ffn_matrices=2 if model_type in _UNGATED_MODEL_TYPES else 3,
         experts=experts,
@@ -123,15 +142,13 @@ def read_shape(config: Mapping[str, Any]) -> ConfigShape:
             fields.integer("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k") if experts else 0
         ),
         expert_intermediate=expert_intermediate,
-        shared_intermediate=(
-            fields.integer("n_shared_experts", "num_shared_experts", default=0) * expert_intermediate
-            or fields.integer("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
-        ),
+        shared_intermediate=_shared_intermediate(fields, model_type, expert_intermediate),
         routed_layers=_routed_layers(fields, merged, layers) if experts else 0,
         latent=_latent_attention(fields),
         element_bytes=(element_bytes := _element_bytes(merged)),
-        linear_bits=_linear_bits(merged, element_bytes),
-        kv_element_bytes=_kv_element_bytes(merged, element_bytes),
+        linear_bits=_linear_bits(_quantization(merged), element_bytes),
+        only_experts_quantized="mxfp4" in str(_quantization(merged).get("quant_method", "")),
+        kv_element_bytes=_kv_element_bytes(_quantization(merged)),
     )
 
 
@@ -199,18 +216,27 @@ def _kv_heads(fields: _Fields, config: Mapping[str, Any], heads: int) -> int:
     # Falcon ignores num_kv_heads in its first architecture, where multi_query alone decides.
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
-    kv_heads = fields.integer("num_key_value_heads", "num_kv_heads", default=heads)
+    kv_heads = fields.integer("num_key_value_heads", "num_kv_heads", "multi_query_group_num", default=heads)
     if kv_heads > heads:
         raise ValueError(f"model config: {kv_heads} key-value heads for {heads} query heads")
     return kv_heads
 
 
+def _shared_intermediate(fields: _Fields, model_type: str, expert_intermediate: int) -> int:
+    if model_type == "llama4_text":
+        return expert_intermediate
+    shared_experts = fields.integer("n_shared_experts", "num_shared_experts", default=0)
+    return shared_experts * expert_intermediate or fields.integer(
+        "shared_expert_intermediate_size", "shared_intermediate_size", default=0
+    )
+
+
 def _routed_layers(fields: _Fields, config: Mapping[str, Any], layers: int) -> int:
     dense_first = fields.integer("first_k_dense_replace", default=0)
-    # DeepSeek's moe_layer_freq counts from layer 0, Qwen's decoder_sparse_step from layer 1.
+    # DeepSeek's moe_layer_freq counts from layer 0, the steps of Qwen and Llama 4 from layer 1.
     deepseek_step = config.get("moe_layer_freq")
     deepseek_step = deepseek_step if isinstance(deepseek_step, int) and deepseek_step > 0 else 1
-    qwen_step = fields.integer("decoder_sparse_step", default=1)
+    qwen_step = fields.integer("decoder_sparse_step", "interleave_moe_layer_step", default=1)
     only_dense = config.get("mlp_only_layers") or ()
     return sum(
         layer >= dense_first
@@ -240,24 +266,28 @@ def _element_bytes(config: Mapping[str, Any]) -> float:
     return 1.0 if name.startswith("float8") or name == "int8" else 2.0
 
 
-def _linear_bits(config: Mapping[str, Any], element_bytes: float) -> float:
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
     quantization = config.get("quantization_config")
-    if not isinstance(quantization, Mapping):
-        return 8 * element_bytes
-    method = str(quantization.get("quant_method", "")).lower()
-    bits = quantization.get("bits", quantization.get("w_bit"))
-    if bits is None:
-        bits = _compressed_tensors_bits(quantization)
-    if bits is None and (quantization.get("load_in_4bit") or quantization.get("_load_in_4bit")):
-        bits = 4
-    if bits is None and "mxfp4" in method:
-        # Four bits and one 8-bit scale for 32 of them (OCP Microscaling Formats, section 5).
-        bits = 4.25
-    if bits is None and (
-        "fp8" in method or quantization.get("load_in_8bit") or quantization.get("_load_in_8bit")
-    ):
-        bits = 8
-    return float(bits) if isinstance(bits, (int, float)) and bits > 0 else 8 * element_bytes
+    return quantization if isinstance(quantization, Mapping) else {}
+
+
+def _linear_bits(quantization: Mapping[str, Any], element_bytes: float) -> float:
+    # modelopt names the format beside the method, GPTQ, AWQ and compressed-tensors give a number of bits.
+    method = f"{quantization.get('quant_method', '')} {quantization.get('quant_algo', '')}".lower()
+    bits = quantization.get("bits", quantization.get("w_bit", _compressed_tensors_bits(quantization)))
+    if isinstance(bits, int) and bits > 0:
+        group = quantization.get("group_size")
+        # One 16-bit scale and one zero point per group.
+        return bits + (16 + bits) / group if isinstance(group, int) and group > 0 else float(bits)
+    if "nvfp4" in method:
+        return 4.5  # One 8-bit scale for 16 elements.
+    if "mxfp4" in method:
+        return 4.25  # One 8-bit scale for 32 elements (OCP Microscaling Formats, section 5).
+    if quantization.get("load_in_4bit"):
+        return 4.0
+    if "fp8" in method or quantization.get("load_in_8bit"):
+        return 8.0
+    return 8 * element_bytes
 
 
 def _compressed_tensors_bits(quantization: Mapping[str, Any]) -> int | None:
@@ -269,10 +299,9 @@ def _compressed_tensors_bits(quantization: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _kv_element_bytes(config: Mapping[str, Any], element_bytes: float) -> float:
-    quantization = config.get("quantization_config")
-    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+def _kv_element_bytes(quantization: Mapping[str, Any]) -> float:
+    scheme = quantization.get("kv_cache_scheme")
     if isinstance(scheme, Mapping) and isinstance(scheme.get("num_bits"), int):
         return float(scheme["num_bits"]) / 8
-    # KV is kept in the activations' type, which weights of 8 bits do not change.
-    return max(2.0, element_bytes)
+    # KV is kept in the type of the activations, which weights of 8 bits do not change.
+    return 2.0

@@ -29,7 +29,7 @@ class ModelShape:
         bytes_per_kv_element: 2 for 16 bit, 1 for FP8.
         attention_width: query heads x head elements, where that is not `hidden`; 0 means `hidden`.
         kv_elements_per_layer: elements one token keeps in one layer, where that is not
-            2 x kv_heads x head_dim (multi-head latent attention keeps one latent and one rotary key); 0 means the latter.
+            2 x kv_heads x head_dim; 0 means it is. Latent attention keeps a latent and a rotary key.
         experts: routed experts of a mixture-of-experts layer; 0 for a dense model.
         experts_per_token: routed experts that work on one token.
         expert_parameters: parameters of all routed experts of all layers.
@@ -161,8 +161,8 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that a Hugging Face config.json describes, parameters counted from it.
 
     Understands dense models, grouped and multi-query attention, mixtures of experts (Mixtral, Qwen-MoE,
-    DeepSeek with shared experts), multi-head latent attention and quantised weights. Sliding-window layers are
-    taken as full ones, and the vision part of a multi-modal model is not counted.
+    DeepSeek with shared experts), multi-head latent attention and quantised weights. Sliding-window and
+    linear-attention layers are taken as full attention, the vision part of a multi-modal model is not counted.
 
     Raises:
         ValueError: a size the shape needs is missing or not a positive number.
@@ -176,11 +176,11 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelShape:
         layers=shape.layers,
         hidden=shape.hidden,
         kv_heads=shape.cached_kv_heads,
-        head_dim=shape.head_dim,
+        head_dim=shape.cached_head_dim,
         bytes_per_parameter=shape.weights_bytes(count) / count.total,
         bytes_per_kv_element=shape.kv_element_bytes,
         attention_width=shape.attention_width,
-        kv_elements_per_layer=shape.kv_elements_per_layer,
+        kv_elements_per_layer=shape.latent_kv_elements,
         experts=shape.experts if count.routed_experts else 0,
         experts_per_token=shape.experts_per_token if count.routed_experts else 0,
         expert_parameters=float(count.routed_experts),

@@ -1,10 +1,11 @@
 """The roofline: how long an engine's step takes, and how much KV it holds.
 
 A step reads the weights once and computes every new token; whichever takes longer is its length. Decodes also
-read the keys and values of their whole history. Method: S. Williams, A. Waterman, D. Patterson, "Roofline: an
-insightful visual performance model for multicore architectures", CACM 52(4), 2009; FLOPs of a transformer (2 per
-parameter and token, plus attention): J. Kaplan et al., "Scaling laws for neural language models", 2020, section
-2.1.
+read the keys and values of their whole history. Sources:
+
+- S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009.
+- FLOPs of a transformer, 2 per parameter and token plus attention: J. Kaplan et al., "Scaling laws for neural
+  language models", 2020, section 2.1.
 
 A mixed step of chunked prefill (A. Agrawal et al., "Sarathi-Serve", OSDI 2024) has two accountings here:
 
@@ -47,7 +48,7 @@ class StepCost:
     idle_expert_share: float = 0.0
 
     def weights_read_s(self, tokens: float) -> float:
-        """Read of the weights in a step over so many tokens: all, or only the experts they are expected to hit.
+        """Read of the weights in a step over so many tokens: all, or only the experts they should hit.
 
         With E experts and k per token, a given expert stays unread with probability (1 - k/E)^tokens.
         """
@@ -105,7 +106,10 @@ class StepCost:
             batch: sequences that decode.
             kv_tokens: their histories, summed over the batch.
         """
-        return self.prefill_compute_s(chunk_tokens, cached_tokens) + self.decode_step_s(batch, kv_tokens)
+        # The chunk, too, hits experts; of a dense model this is `decode_step_s`.
+        decode_s = max(self.weights_read_s(chunk_tokens + batch), batch * self.prefill_s_per_token)
+        chunk_s = self.prefill_compute_s(chunk_tokens, cached_tokens)
+        return chunk_s + decode_s + kv_tokens * self.kv_s_per_token + self.overhead_s
 
 
 def attention_pairs(new_tokens: float, cached_tokens: float) -> float:
@@ -133,7 +137,7 @@ def step_cost(
     Raises:
         ValueError: a degree below one or a negative overhead.
     """
-    kv_shards = _kv_shards(model, tensor_parallel)
+    copies = kv_copies(model, tensor_parallel)
     if not overhead_s >= 0:
         raise ValueError(f"overhead_s must not be negative: {overhead_s!r}")
     flops_per_s = hardware.bf16_flops * hardware.prefill_efficiency * tensor_parallel
@@ -142,7 +146,7 @@ def step_cost(
         prefill_s_per_token=2 * model.active_parameters / flops_per_s,
         attention_s_per_pair=model.attention_flops_per_pair / flops_per_s,
         weights_s=model.weight_bytes / (card_bytes_per_s * tensor_parallel),
-        kv_s_per_token=model.kv_bytes_per_token / (card_bytes_per_s * kv_shards),
+        kv_s_per_token=model.kv_bytes_per_token * copies / (card_bytes_per_s * tensor_parallel),
         overhead_s=overhead_s,
         expert_weights_s=model.expert_parameters
         * model.bytes_per_parameter
@@ -165,7 +169,7 @@ def kv_capacity_bytes(
     Raises:
         ValueError: a degree below one, or a utilization outside (0, 1].
     """
-    _kv_shards(model, tensor_parallel)
+    _check_degree(tensor_parallel)
     if not 0 < memory_utilization <= 1:
         raise ValueError(f"memory_utilization must be above 0 and at most 1, not {memory_utilization!r}")
     return max(0.0, hardware.memory_bytes * tensor_parallel * memory_utilization - model.weight_bytes)
@@ -182,13 +186,23 @@ def kv_capacity_tokens(
     Args and errors as `kv_capacity_bytes`.
     """
     left_bytes = kv_capacity_bytes(hardware, model, tensor_parallel, memory_utilization)
-    replicas_of_a_head = tensor_parallel / _kv_shards(model, tensor_parallel)
-    return int(left_bytes / (model.kv_bytes_per_token * replicas_of_a_head))
+    return int(left_bytes / (model.kv_bytes_per_token * kv_copies(model, tensor_parallel)))
+
+
+def kv_copies(model: ModelShape, tensor_parallel: int) -> float:
+    """How many times the cards of a tensor-parallel group hold each KV head: 1 while there are enough heads."""
+    _check_degree(tensor_parallel)
+    return max(1.0, tensor_parallel / model.kv_heads)
 
 
 def ridge_point_flop_per_byte(hardware: Hardware) -> float:
     """FLOPs per byte at which the card's peak compute and peak bandwidth take equally long."""
     return hardware.bf16_flops / hardware.bandwidth_bytes_per_s
+
+
+def achievable_ridge_flop_per_byte(hardware: Hardware) -> float:
+    """The ridge point at the rates the card really reaches, by its two efficiencies."""
+    return ridge_point_flop_per_byte(hardware) * hardware.prefill_efficiency / hardware.decode_efficiency
 
 
 def linear_flops(model: ModelShape, tokens: float) -> float:
@@ -218,7 +232,6 @@ def decode_intensity_flop_per_byte(model: ModelShape, batch: int, history_tokens
     return flops / (model.weight_bytes_read(batch) + batch * history_tokens * model.kv_bytes_per_token)
 
 
-def _kv_shards(model: ModelShape, tensor_parallel: int) -> int:
+def _check_degree(tensor_parallel: int) -> None:
     if tensor_parallel < 1:
         raise ValueError(f"tensor_parallel must be at least 1, not {tensor_parallel!r}")
-    return min(tensor_parallel, model.kv_heads)
