@@ -31,6 +31,8 @@ _TIED_MODEL_TYPES = frozenset(
     }
     | {"mpt", "opt", "starcoder2"}
 )
+# Where multi-modal models keep the shape of their language model.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def read_shape(config: Mapping[str, Any]) -> ConfigShape:
     Raises:
         ValueError: a size the shape needs is missing or not a positive integer.
     """
-    text = config.get("text_config")
+    text = next((config[key] for key in _TEXT_PARTS if key in config), None)
     # The outer object keeps what the text part leaves out (dtype, quantisation).
     merged: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
     fields = _Fields(merged)

@@ -162,7 +162,7 @@ def from_hf_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
     Understands dense models, grouped and multi-query attention, mixtures of experts (Mixtral, Qwen-MoE,
     DeepSeek with shared experts), multi-head latent attention and quantised weights. Sliding-window and
-    linear-attention layers are taken as full attention, the vision part of a multi-modal model is not counted.
+    linear-attention layers are taken as full attention; the vision part of a multi-modal model is left out.
 
     Raises:
         ValueError: a size the shape needs is missing or not a positive number.

@@ -14,7 +14,7 @@ from gateway.estimator.roofline import StepCost
 from gateway.estimator.transfer import LINKS, transfer_s
 
 DEFAULT_CHUNK_TOKENS = (512, 2048, 8192)
-"""Chunk sizes compared unless others are asked for; the last is vLLM's `max_num_batched_tokens` for serving."""
+"""Chunk sizes compared unless others are given; the last is vLLM's `max_num_batched_tokens` for serving."""
 
 Limit = Literal["compute", "bandwidth"]
 
@@ -30,8 +30,8 @@ class Workload:
         cached_tokens: tokens of the prompt that are cached.
 
     Raises:
-        ValueError: no prompt, no output, no batch, or nothing left of the prompt to compute (an engine computes at
-            least its last token).
+        ValueError: no prompt, no output, no batch, or nothing left of the prompt to compute (an engine
+            computes at least its last token).
     """
 
     prompt_tokens: int
@@ -45,7 +45,7 @@ class Workload:
                 raise ValueError(f"{field} must be at least 1, not {getattr(self, field)}")
         if not 0 <= self.cached_tokens < self.prompt_tokens:
             raise ValueError(
-                f"cached_tokens must be fewer than the {self.prompt_tokens} of the prompt, not {self.cached_tokens}"
+                f"cached_tokens must be below the prompt's {self.prompt_tokens}, not {self.cached_tokens}"
             )
 
     @property
@@ -99,12 +99,12 @@ class LinkTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Figures of one workload on one card or tensor-parallel group. Field names are the keys of the JSON output.
+    """Figures of one workload on one card or tensor-parallel group; its field names are the JSON keys.
 
-    `ttft_s` is that of an empty queue, prefilled in chunks of `ttft_chunk_tokens` while the batch decodes. A limit
-    is the side that takes longer at the efficiencies the hardware is given: intensity against
-    `achievable_ridge_flop_per_byte`, not against the ridge of the peak rates. Bytes and rates are of all cards of
-    the group together; what a request holds counts `kv_copies`, what a transfer moves does not.
+    `ttft_s` is that of an empty queue, prefilled in chunks of `ttft_chunk_tokens` while the batch decodes. A
+    limit is the side that takes longer at the efficiencies the hardware is given: intensity against
+    `achievable_ridge_flop_per_byte`, not against the ridge of the peak rates. Bytes are of all cards of the
+    group together; what a request holds counts `kv_copies`, what a transfer moves does not.
     """
 
     model: str

@@ -190,7 +190,7 @@ def kv_capacity_tokens(
 
 
 def kv_copies(model: ModelShape, tensor_parallel: int) -> float:
-    """How many times the cards of a tensor-parallel group hold each KV head: 1 while there are enough heads."""
+    """How often the cards of a tensor-parallel group hold each KV head: once while there are enough heads."""
     _check_degree(tensor_parallel)
     return max(1.0, tensor_parallel / model.kv_heads)
 

@@ -1,6 +1,7 @@
 """Speculative decoding: a small model drafts tokens, the target verifies them all in one step.
 
-Source: Y. Leviathan, M. Kalman, Y. Matias, "Fast inference from transformers via speculative decoding", ICML 2023.
+Source: Y. Leviathan, M. Kalman, Y. Matias, "Fast inference from transformers via speculative decoding", ICML
+2023.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class SpeculativeRound:
 
 
 def draft_step_s(hardware: Hardware, draft_weight_bytes: float) -> float:
-    """One draft step by the bytes it reads; of a draft model with a shape, use its `StepCost.decode_step_s`."""
+    """One draft step by the bytes it reads. A draft model with a shape has its `StepCost.decode_step_s`."""
     return draft_weight_bytes / (hardware.bandwidth_bytes_per_s * hardware.decode_efficiency)
 
 

@@ -32,8 +32,8 @@ def transfer_s(size_bytes: float, link: str | float, latency_s: float = 0.0) -> 
         latency_s: constant part of a transfer.
 
     Raises:
-        ValueError: unknown link (the message lists the known ones), a rate that is not positive, or a negative
-            size or latency.
+        ValueError: unknown link (the message lists the known ones), a rate that is not positive, or a
+            negative size or latency.
     """
     if isinstance(link, str):
         if link not in LINKS:
