@@ -1,0 +1,140 @@
+"""A request body, parsed once: the few fields the gateway acts on, and the key of its prompt.
+
+What the replica validates is left to the replica. Only what would make the gateway misread the request is
+refused here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import orjson
+
+from gateway.prompt.blocks import DEFAULT_SCHEDULE, BlockSchedule, PromptKey, prompt_key
+from gateway.prompt.canonical import canonical_prompt, pool_seed
+
+
+class InvalidBody(ValueError):  # noqa: N818 - a verdict on the client's bytes, raised as such
+    """The body cannot be served: answer 400 with these parts of OpenAI's error object."""
+
+    def __init__(self, message: str, param: str | None, code: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+@dataclass(slots=True)
+class RequestBody:
+    """What the gateway reads of a request body."""
+
+    model: str | None
+    stream: bool
+    include_usage: bool
+    """The client asked for a usage chunk at the end of the stream."""
+    max_tokens: int | None
+    """The request's own limit on output tokens; None when it states none (or nonsense)."""
+    n: int
+    """Answers asked for."""
+    user: str | None
+    prompt: PromptKey | None
+    """None when the body has no canonical prompt; such requests are routed by load."""
+
+
+def parse_body(
+    path: str,
+    body: bytes | bytearray | memoryview,
+    schedule: BlockSchedule = DEFAULT_SCHEDULE,
+    served_names: Mapping[str, str] | None = None,
+) -> RequestBody:
+    """Parse a JSON request body.
+
+    Args:
+        path: path of the request, without query; it says where the prompt is.
+        body: the bytes as received.
+        schedule: where canonical prompts are cut into blocks.
+        served_names: model aliases and what they stand for, so that a prompt has one key under all of its
+            model's names.
+
+    Raises:
+        InvalidBody: if the body is not a JSON object in UTF-8, or `model` or `stream` has the wrong type.
+    """
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        _refuse_json(body, error)
+    if type(document) is not dict:
+        message = f"The request body must be a JSON object, but is {_type_name(document)}."
+        raise InvalidBody(message, None, "invalid_json")
+    get = document.get
+    model = get("model")
+    if model is not None and type(model) is not str:
+        _refuse_type("model", "a string", model)
+    stream = get("stream")
+    include_usage = False
+    if stream is True:
+        options = get("stream_options")
+        include_usage = type(options) is dict and options.get("include_usage") is True
+    elif stream is None:
+        stream = False
+    elif stream is not False:
+        _refuse_type("stream", "a boolean", stream)
+    max_tokens = get("max_completion_tokens")
+    if max_tokens is None:
+        max_tokens = get("max_tokens")
+        if max_tokens is None:
+            max_tokens = get("max_output_tokens")
+            if max_tokens is None and type(sampling := get("sampling_params")) is dict:
+                max_tokens = sampling.get("max_tokens")
+    if type(max_tokens) is not int or max_tokens < 0:
+        max_tokens = None
+    n, user = get("n"), get("user")
+    prompt = None
+    salt = get("cache_salt")
+    canonical = canonical_prompt(path, document)
+    if canonical is not None and (salt is None or type(salt) is str):
+        name = model or ""
+        if served_names:
+            name = served_names.get(name, name)
+        data, exact_tokens, media = canonical
+        prompt = prompt_key(data, pool_seed(name, salt), exact_tokens, media, schedule)
+    return RequestBody(
+        model,
+        stream,
+        include_usage,
+        max_tokens,
+        n if type(n) is int and n > 0 else 1,
+        user if type(user) is str else None,
+        prompt,
+    )
+
+
+def _refuse_json(body: bytes | bytearray | memoryview, error: orjson.JSONDecodeError) -> NoReturn:
+    if not bytes(body).strip():
+        raise InvalidBody("The request body is empty; send a JSON object.", None, "invalid_json") from None
+    reason = str(error)
+    if "UTF-8" in reason and "BOM" not in reason:
+        reason = "it is not UTF-8"
+    elif "surrogate" in reason:
+        reason = f"a \\u escape is half of a surrogate pair ({reason})"
+    raise InvalidBody(f"The request body is not valid JSON: {reason}.", None, "invalid_json") from None
+
+
+def _refuse_type(param: str, expected: str, value: object) -> NoReturn:
+    message = f"Invalid type for '{param}': expected {expected}, but got {_type_name(value)} instead."
+    raise InvalidBody(message, param, "invalid_type")
+
+
+_TYPE_NAMES: dict[type, str] = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def _type_name(value: object) -> str:
+    return _TYPE_NAMES[type(value)]
