@@ -203,6 +203,21 @@ def test_some_layers_dense_some_routed() -> None:
     assert three_dense.expert_parameters == 45 * one_layer_of_experts
 
 
+def test_which_layer_a_step_of_routed_layers_starts_from() -> None:
+    # Qwen: of layers 0, 1, 2 the second. DeepSeek: of layers 1 to 4, the first being dense, 2 and 4.
+    qwen = from_hf_config({**QWEN3_30B_A3B, "decoder_sparse_step": 2, "num_hidden_layers": 3}, "m")
+    deepseek = from_hf_config(
+        {**DEEPSEEK_V2_LITE, "moe_layer_freq": 2, "num_hidden_layers": 5, "first_k_dense_replace": 1}, "m"
+    )
+    assert qwen.expert_parameters == 1 * 128 * 3 * 2048 * 768
+    assert deepseek.expert_parameters == 2 * 64 * 3 * 2048 * 1408
+
+
+def test_the_language_part_of_a_multi_modal_model() -> None:
+    nested = {"model_type": "chat_vision", "llm_config": LLAMA_8B, "vision_config": {"hidden_size": 1024}}
+    assert from_hf_config(nested, "m") == from_hf_config(LLAMA_8B, "m")
+
+
 def test_weights_read_grow_with_the_tokens_of_a_step() -> None:
     shape = from_hf_config(MIXTRAL_8X7B, "m")
     assert shape.weight_bytes_read(1) == pytest.approx(shape.active_parameters * 2)

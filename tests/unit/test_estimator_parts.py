@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.estimator.hardware import HARDWARE, Hardware, hardware
@@ -86,6 +86,7 @@ def test_what_is_no_round(draft: int, accepted: float) -> None:
         speculative_round(COST, 0.001, draft, accepted)
 
 
+@settings(deadline=None)
 @given(st.floats(0, 0.99), st.integers(1, 20))
 def test_expected_tokens_of_a_round_are_those_of_the_paper(rate: float, drafts: int) -> None:
     with_the_targets_own = expected_accepted_tokens(rate, drafts) + 1

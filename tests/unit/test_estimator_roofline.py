@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.estimator.hardware import HARDWARE
@@ -40,6 +40,7 @@ token_counts = st.integers(0, 200_000)
 batches = st.integers(1, 512)
 
 
+@settings(deadline=None)
 @given(costs, st.integers(1, 50_000), token_counts, st.integers(50, 10_000))
 def test_chunks_cost_at_least_the_linear_part_of_the_whole(
     cost: StepCost, new: int, cached: int, chunk: int
@@ -51,6 +52,7 @@ def test_chunks_cost_at_least_the_linear_part_of_the_whole(
     assert chunked >= cost.prefill_s(new, cached) * (1 - 1e-12)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=50), token_counts)
 def test_attention_pairs_add_up_over_chunks(chunks: list[int], cached: int) -> None:
     whole = attention_pairs(sum(chunks), cached)
@@ -62,6 +64,7 @@ def test_attention_pairs_add_up_over_chunks(chunks: list[int], cached: int) -> N
     assert parts == whole
 
 
+@settings(deadline=None)
 @given(costs, token_counts, token_counts, st.integers(1, 1000))
 def test_a_longer_prompt_or_prefix_never_takes_less(cost: StepCost, new: int, cached: int, more: int) -> None:
     assert cost.prefill_s(new + more, cached) >= cost.prefill_s(new, cached)
@@ -70,12 +73,14 @@ def test_a_longer_prompt_or_prefix_never_takes_less(cost: StepCost, new: int, ca
     assert cost.prefill_s(new, cached + more) <= cost.prefill_s(new + more, cached) * (1 + 1e-12)
 
 
+@settings(deadline=None)
 @given(costs, batches, token_counts, st.integers(1, 1000))
 def test_more_decodes_or_more_history_never_take_less(cost: StepCost, batch: int, kv: int, more: int) -> None:
     assert cost.decode_step_s(batch + more, kv) >= cost.decode_step_s(batch, kv)
     assert cost.decode_step_s(batch, kv + more) > cost.decode_step_s(batch, kv)
 
 
+@settings(deadline=None)
 @given(costs, token_counts, token_counts, batches, token_counts)
 def test_serial_accounting_bounds_the_fused_one(
     cost: StepCost, chunk: int, cached: int, batch: int, kv: int
@@ -85,6 +90,7 @@ def test_serial_accounting_bounds_the_fused_one(
     assert cost.decode_step_s(batch, kv) <= fused <= serial * (1 + 1e-12)
 
 
+@settings(deadline=None)
 @given(costs, st.integers(1, 200_000), token_counts)
 def test_a_prompt_alone_takes_one_step(cost: StepCost, new: int, cached: int) -> None:
     step = cost.step_s(new, attention_pairs(new, cached), 0)
@@ -94,6 +100,7 @@ def test_a_prompt_alone_takes_one_step(cost: StepCost, new: int, cached: int) ->
         assert cost.prefill_s(new, cached) == pytest.approx(step)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([*MODELS.values(), MIXTURE]),
     st.sampled_from([2, 4, 8]),
@@ -169,6 +176,7 @@ def test_intensity_of_a_mixture_counts_active_flops_and_bytes_read() -> None:
     assert prefill_intensity_flop_per_byte(MIXTURE, 1000) == pytest.approx(1000 * 12.9 / 46.7)
 
 
+@settings(deadline=None)
 @given(costs, batches, st.integers(1, 20_000), st.integers(16, 8192))
 def test_smaller_chunks_trade_ttft_for_itl(cost: StepCost, batch: int, prompt: int, chunk: int) -> None:
     workload = Workload(prompt, 100, batch)
