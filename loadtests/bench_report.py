@@ -35,9 +35,9 @@ def columns(summaries: Sequence[PolicySummary]) -> list[Column]:
         ("requests", lambda summary: f"{summary.requests:,}"),
         ("errors", lambda summary: f"{summary.errors:,}"),
         ("TTFT mean ms", lambda summary: _ms(times(summary).ttft_ms.mean)),
-        ("p50", lambda summary: _ms(times(summary).ttft_ms.p50)),
-        ("p90", lambda summary: _ms(times(summary).ttft_ms.p90)),
-        ("p99", lambda summary: _ms(times(summary).ttft_ms.p99)),
+        ("TTFT p50", lambda summary: _ms(times(summary).ttft_ms.p50)),
+        ("TTFT p90", lambda summary: _ms(times(summary).ttft_ms.p90)),
+        ("TTFT p99", lambda summary: _ms(times(summary).ttft_ms.p99)),
         ("TPOT mean ms", lambda summary: _ms(times(summary).tpot_ms.mean)),
         ("TPOT p99", lambda summary: _ms(times(summary).tpot_ms.p99)),
         ("token hit rate", lambda summary: f"{summary.token_hit_rate:.3f}"),
@@ -78,11 +78,11 @@ def markdown(summaries: Sequence[PolicySummary], notes: Iterable[str] = ()) -> s
 
 
 def terminal_table(summaries: Sequence[PolicySummary]) -> Table:
-    """The same table for a terminal."""
-    cells = columns(summaries)
-    table = Table(caption=caption(summaries))
-    for header, _ in cells:
-        table.add_column(header, justify="left" if header == "policy" else "right")
+    """The same figures for a terminal, which is narrow: a row for each figure, a column for each policy."""
+    (_, name), *cells = columns(summaries)
+    table = Table("", caption=caption(summaries))
     for summary in summaries:
-        table.add_row(*(cell(summary) for _, cell in cells))
+        table.add_column(name(summary), justify="right")
+    for header, cell in cells:
+        table.add_row(header, *(cell(summary) for summary in summaries))
     return table

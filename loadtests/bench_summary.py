@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from loadtests.bench_trace import TraceRun
-from loadtests.sse_client import ChatResult
+from loadtests.sse_stream import ChatResult
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

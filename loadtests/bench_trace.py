@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loadtests.sse_client import ChatClient, ChatResult
+from loadtests.sse_client import ChatClient
+from loadtests.sse_stream import ChatResult
 from loadtests.synthesis import PromptSynthesizer, chat_body
 from loadtests.trace import TraceRequest
 

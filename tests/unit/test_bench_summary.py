@@ -12,7 +12,7 @@ from rich.console import Console
 from loadtests.bench_report import markdown, terminal_table
 from loadtests.bench_summary import Distribution, TtftPrediction, percentile, summarise
 from loadtests.bench_trace import TraceRun
-from loadtests.sse_client import ChatResult
+from loadtests.sse_stream import ChatResult
 
 
 def answer(

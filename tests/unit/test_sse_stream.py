@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtests.sse_client import ChatResult, StreamObserver, carries_token
+from loadtests.sse_stream import ChatResult, StreamObserver, answer_text, carries_token
 
 
 def event(**fields: object) -> bytes:
@@ -127,3 +127,8 @@ def test_time_per_output_token() -> None:
     result = observe([ROLE, delta(content="a"), delta(content="b"), delta(content="c") + USAGE + DONE])
     assert result.tpot_s == (4.0 - 2.0) / 2
     assert observe([ROLE, delta(content="a") + event(usage={"completion_tokens": 1}) + DONE]).tpot_s is None
+
+
+def test_the_answer() -> None:
+    assert answer_text(b"".join(STREAM)) == "one two three"
+    assert answer_text(b"") == ""

@@ -1,0 +1,167 @@
+"""`warmgate bench`: load tests over HTTP.
+
+The load tests are no part of the serving gateway: they are imported when a benchmark runs and not before.
+"""
+
+import asyncio
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def bench() -> None:
+    """Drive a gateway with load and report what clients see."""
+
+
+@bench.command()
+@click.argument("trace_path", metavar="TRACE", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--url", help="Gateway to drive, with the policy it has. Without it every policy gets a stack.")
+@click.option("--admin-url", help="Admin side of that gateway: check that it is ready before the start.")
+@click.option("--api-key", envvar="WARMGATE_API_KEY", help="Client key of that gateway.")
+@click.option("--requests", type=click.IntRange(min=1), help="First requests of the trace.  [default: all]")
+@click.option(
+    "--speed",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Arrivals come this many times faster than in the trace.",
+)
+@click.option("--max-output-tokens", type=click.IntRange(min=1), help="Cut longer answers to this.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompt text and the policies.")
+@click.option(
+    "--bytes-per-token", type=click.IntRange(min=1), default=4, show_default=True, help="Of the prompt text."
+)
+@click.option(
+    "--policy",
+    default="round_robin,predicted_ttft",
+    show_default=True,
+    help="Policies to compare, separated by commas. Not with --url.",
+)
+@click.option("--replicas", type=click.IntRange(min=1), default=8, show_default=True, help="Simulated ones.")
+@click.option("--replica-processes", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--hardware", default="h100-sxm", show_default=True, help="Card of the simulated replicas.")
+@click.option(
+    "--model",
+    help="Model of the simulated replicas, with --url the model to ask for.  "
+    "[default: llama-3.1-8b, with --url the first that is served]",
+)
+@click.option(
+    "--speedup",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Engine seconds per wall second; with --url only for the report.  [default: 1]",
+)
+@click.option(
+    "--stream-interval",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Tokens per streamed chunk of the simulated replicas.",
+)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
+@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write a Markdown table.")
+@click.pass_context
+def trace(
+    context: click.Context,
+    trace_path: Path,
+    url: str | None,
+    admin_url: str | None,
+    api_key: str | None,
+    requests: int | None,
+    speed: float,
+    max_output_tokens: int | None,
+    seed: int,
+    bytes_per_token: int,
+    policy: str,
+    replicas: int,
+    replica_processes: int,
+    hardware: str,
+    model: str | None,
+    speedup: float | None,
+    stream_interval: int,
+    output: Path | None,
+    markdown: Path | None,
+) -> None:
+    """Send the requests of TRACE (Mooncake format, JSONL) at their times and compare policies.
+
+    Prompts are synthesised: equal block ids of the trace give equal text. Without --url every policy runs
+    on a fresh fleet of simulated replicas behind a fresh gateway, so that all start with cold caches.
+    """
+    import orjson
+    import uvloop
+    from rich.console import Console
+
+    from loadtests.bench_compare import bench_policy, bench_running
+    from loadtests.bench_progress import ProgressBars
+    from loadtests.bench_report import markdown as markdown_table
+    from loadtests.bench_report import terminal_table
+    from loadtests.bench_summary import PolicySummary
+    from loadtests.bench_trace import TraceLoad
+    from loadtests.stack import ChildFailedError, FleetOptions, GatewayOptions
+    from loadtests.trace import TraceError, read_trace
+    from loadtests.trace_facts import infinite_cache_hit_rates
+
+    if url is not None and context.get_parameter_source("policy") is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError(
+            "--policy needs a stack of its own: with --url the gateway's policy is measured"
+        )
+    try:
+        arrivals = read_trace(trace_path, requests)
+    except TraceError as error:
+        raise click.ClickException(str(error)) from None
+    ceiling = infinite_cache_hit_rates(arrivals).token
+    facts = f"One infinite cache would serve {ceiling:.3f} of these prompt tokens."
+    load = TraceLoad(
+        model=model or "",
+        speed=speed,
+        max_output_tokens=max_output_tokens,
+        seed=seed,
+        bytes_per_token=bytes_per_token,
+    )
+
+    async def measure(bars: ProgressBars) -> list[PolicySummary]:
+        if url is not None:
+            return [await bench_running(arrivals, load, url, bars.start, admin_url, speedup, api_key)]
+        shape = model or "llama-3.1-8b"
+        fleet = FleetOptions(
+            replicas=replicas,
+            processes=replica_processes,
+            hardware=hardware,
+            model=shape,
+            speedup=speedup or 1.0,
+            stream_interval=stream_interval,
+        )
+        return [
+            await bench_policy(
+                arrivals,
+                load,
+                fleet,
+                GatewayOptions(policy=name.strip(), hardware=hardware, model=shape, seed=seed),
+                bars.start,
+            )
+            for name in policy.split(",")
+            if name.strip()
+        ]
+
+    with ProgressBars(Console(stderr=True)) as bars:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                summaries = runner.run(measure(bars))
+        except (ChildFailedError, RuntimeError) as error:
+            raise click.ClickException(str(error)) from None
+
+    Console().print(terminal_table(summaries))
+    click.echo(facts)
+    for summary in summaries:
+        for kind, count in summary.errors_by_kind.items():
+            click.echo(f"{summary.policy}: {count} requests failed: {kind}", err=True)
+    if output is not None:
+        figures = [summary.as_json() for summary in summaries]
+        output.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2) + b"\n")
+    if markdown is not None:
+        command = shlex.join(["warmgate", *sys.argv[1:]])
+        markdown.write_text(markdown_table(summaries, notes=[facts, f"    {command}"]))
+    if any(summary.errors == summary.requests for summary in summaries):
+        sys.exit(1)
