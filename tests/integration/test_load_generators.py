@@ -1,7 +1,8 @@
-"""Driving a trace over real sockets: what is sent, when, and what is made of the answers."""
+"""Traces and Locust users over real sockets: what they send, when, and what they make of the answers."""
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from loadtests.bench_trace import Progress, TraceLoad, drive
 from loadtests.sse_client import ChatClient
 from loadtests.trace import TraceRequest
 
+LOCUSTFILE = Path(__file__).parents[2] / "loadtests" / "locustfile.py"
 LOAD = TraceLoad(model="m", speed=1000.0, max_output_tokens=3)
 
 
@@ -186,9 +188,7 @@ async def test_arrivals_do_not_wait_for_answers(stub: StubGateway, client: ChatC
 
 async def test_a_running_gateway_names_its_policy_and_model(stub: StubGateway) -> None:
     url = stub.url
-    summary = await bench_running(
-        TRACE, TraceLoad(model="", speed=1000.0), url, lambda name, total: lambda p: None
-    )
+    summary = await bench_running(TRACE, TraceLoad(model="", speed=1000.0), url, lambda name, total: lambda p: None)
     assert summary.policy == "round_robin"
     assert {body["model"] for body in stub.bodies} == {"served"}
     with pytest.raises(RuntimeError, match="not ready: its admin side answers 503"):
@@ -208,6 +208,44 @@ async def test_the_command_writes_its_reports(stub: StubGateway, tmp_path: Path)
     table = (tmp_path / "out.md").read_text()
     assert table.startswith("| policy | requests |")
     assert "One infinite cache would serve 0.478" in table
+
+
+async def locust(url: str, report: Path) -> tuple[int, dict[tuple[str, str], dict[str, Any]]]:
+    """Run two users for a second; returns the exit status and the statistics by type and name."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--host", url),
+        *("--users", "2", "--spawn-rate", "2", "--run-time", "1s", "--think-time", "0.02", "--turns", "3"),
+        *("--prompt-groups", "1", "--max-tokens", "4", "--json-file", str(report.with_suffix(""))),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    status = await process.wait()
+    entries = json.loads(await asyncio.to_thread(report.read_text))
+    return status, {(entry["method"], entry["name"]): entry for entry in entries}
+
+
+async def test_locust_users_hold_conversations(stub: StubGateway, tmp_path: Path) -> None:
+    status, statistics = await locust(stub.url, tmp_path / "report.json")
+    assert status == 0
+    chats = statistics["POST", "/v1/chat/completions"]["num_requests"]
+    assert chats > 2
+    assert statistics["TTFT", "ms"]["num_requests"] == chats
+    assert statistics["TPOT", "ms"]["num_requests"] == chats
+    assert statistics["cached", "% of prompt tokens"]["max_response_time"] > 90
+    conversations = [body["messages"] for body in stub.bodies]
+    assert len({messages[0]["content"] for messages in conversations}) == 1  # the group's system prompt
+    assert {len(messages) for messages in conversations} == {2, 4, 6}
+    longest = next(messages for messages in conversations if len(messages) == 6)
+    assert [message["role"] for message in longest] == ["system"] + ["user", "assistant"] * 2 + ["user"]
+    assert longest[2]["content"] == "word " * 4
+    assert longest[:-2] in conversations
+
+
+async def test_locust_fails_when_requests_do(stub: StubGateway, tmp_path: Path) -> None:
+    stub.fail = {1: "status", 2: "cut"}
+    status, statistics = await locust(stub.url, tmp_path / "report.json")
+    assert status == 1
+    assert statistics["POST", "/v1/chat/completions"]["num_failures"] == 2
 
 
 def test_the_command_refuses_a_policy_for_a_running_gateway(tmp_path: Path) -> None:
