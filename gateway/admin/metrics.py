@@ -1,0 +1,212 @@
+"""The Prometheus page, made from the plain counters of the data plane when it is asked for."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.proxy.plane import DataPlane
+from gateway.proxy.tally import Histogram
+from gateway.replicas.ejection import Ejector
+from gateway.version import VERSION
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    running = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, number in zip(histogram.bounds, histogram.counts, strict=False):
+        running += number
+        buckets.append((repr(float(bound)), running))
+    buckets.append(("+Inf", histogram.count))
+    family.add_metric(labels, buckets, histogram.total)
+
+
+class GatewayCollector(Collector):
+    """Everything the gateway knows of itself and of its replicas."""
+
+    def __init__(self, plane: DataPlane, ejector: Ejector) -> None:
+        self._plane = plane
+        self._ejector = ejector
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families."""
+        yield from self._requests()
+        yield from self._series()
+        yield from self._connections()
+        yield from self._replicas()
+        yield from self._prediction()
+
+    def _requests(self) -> Iterator[Metric]:
+        tally = self._plane.tally
+        build = GaugeMetricFamily("warmgate_build_info", "Version of the gateway.", labels=["version"])
+        build.add_metric([VERSION], 1)
+        yield build
+        requests = CounterMetricFamily(
+            "warmgate_requests",
+            "Requests that have ended, by replica of the last attempt, policy, outcome and status.",
+            labels=["replica", "policy", "outcome", "status"],
+        )
+        for (replica, policy, outcome, status), number in tally.requests.items():
+            requests.add_metric([replica, policy, outcome, str(status)], number)
+        yield requests
+        durations = HistogramMetricFamily(
+            "warmgate_request_duration_seconds", "From the request's head to its end, by outcome.", labels=["outcome"]
+        )
+        for outcome, histogram in tally.durations.items():
+            _add(durations, [outcome], histogram)
+        yield durations
+        retries = CounterMetricFamily("warmgate_retries", "Retries, by the replica that was left.", labels=["replica"])
+        for replica, number in tally.retries.items():
+            retries.add_metric([replica], number)
+        yield retries
+        yield CounterMetricFamily(
+            "warmgate_retries_denied", "Retries that the retry budget did not allow.", value=tally.retries_denied
+        )
+        yield GaugeMetricFamily("warmgate_requests_in_progress", "Requests under way.", value=tally.in_progress)
+
+    def _series(self) -> Iterator[Metric]:
+        labels = ["replica", "policy"]
+        ttft = HistogramMetricFamily(
+            "warmgate_ttft_seconds", "Time to first token of streams, from the request's head.", labels=labels
+        )
+        predicted = HistogramMetricFamily(
+            "warmgate_predicted_ttft_seconds", "Predicted time to first token of the same streams.", labels=labels
+        )
+        error = HistogramMetricFamily(
+            "warmgate_ttft_prediction_error_ratio", "Absolute relative error of the predicted TTFT.", labels=labels
+        )
+        tpot = HistogramMetricFamily(
+            "warmgate_tpot_seconds", "Seconds per output token after the first, where usage is known.", labels=labels
+        )
+        prompt = CounterMetricFamily("warmgate_prompt_tokens", "Prompt tokens the engines reported.", labels=labels)
+        output = CounterMetricFamily("warmgate_completion_tokens", "Output tokens they reported.", labels=labels)
+        expected = CounterMetricFamily(
+            "warmgate_expected_cached_tokens",
+            "Cached tokens the prefix map promised, where both are known.",
+            labels=labels,
+        )
+        actual = CounterMetricFamily(
+            "warmgate_actual_cached_tokens", "Cached tokens the engines reported for the same requests.", labels=labels
+        )
+        for key, series in self._plane.tally.series.items():
+            names = list(key)
+            _add(ttft, names, series.ttft_s)
+            _add(predicted, names, series.predicted_ttft_s)
+            _add(error, names, series.prediction_error)
+            _add(tpot, names, series.tpot_s)
+            prompt.add_metric(names, series.prompt_tokens)
+            output.add_metric(names, series.completion_tokens)
+            expected.add_metric(names, series.expected_cached_tokens)
+            actual.add_metric(names, series.actual_cached_tokens)
+        yield from (ttft, predicted, error, tpot, prompt, output, expected, actual)
+
+    def _connections(self) -> Iterator[Metric]:
+        plane = self._plane
+        tally = plane.tally
+        yield GaugeMetricFamily("warmgate_client_connections", "Open client connections.", value=plane.open_connections)
+        yield CounterMetricFamily("warmgate_client_connections_accepted", "Accepted.", value=tally.connections)
+        yield CounterMetricFamily(
+            "warmgate_client_connections_refused", "Refused at the limit.", value=tally.connections_refused
+        )
+        bad = CounterMetricFamily("warmgate_bad_requests", "Bytes that were no request, by code.", labels=["code"])
+        for code, number in tally.bad_requests.items():
+            bad.add_metric([code], number)
+        yield bad
+        yield CounterMetricFamily("warmgate_request_bytes", "Request body bytes.", value=tally.bytes_in)
+        yield CounterMetricFamily("warmgate_response_bytes", "Response bytes, heads included.", value=tally.bytes_out)
+        yield CounterMetricFamily(
+            "warmgate_log_lines_dropped", "Request log lines lost to a slow reader.", value=plane.log_lines_dropped
+        )
+
+    def _replicas(self) -> Iterator[Metric]:
+        labels = ["replica"]
+        router = self._plane.router
+        ledger = router.ledger
+        columns = {
+            "up": GaugeMetricFamily("warmgate_replica_up", "1 if health probes succeed.", labels=labels),
+            "routable": GaugeMetricFamily("warmgate_replica_routable", "1 if it may get requests.", labels=labels),
+            "in_flight": GaugeMetricFamily("warmgate_replica_in_flight", "Requests sent and not ended.", labels=labels),
+            "decodes": GaugeMetricFamily(
+                "warmgate_replica_decodes", "Of those, past their first token.", labels=labels
+            ),
+            "prefill": GaugeMetricFamily(
+                "warmgate_replica_prefill_tokens", "Uncached prompt tokens before their first token.", labels=labels
+            ),
+            "kv": GaugeMetricFamily("warmgate_replica_kv_tokens", "KV tokens of requests in flight.", labels=labels),
+            "blocks": GaugeMetricFamily(
+                "warmgate_prefix_map_blocks", "Blocks the prefix map credits it with.", labels=labels
+            ),
+            "bytes": GaugeMetricFamily("warmgate_prefix_map_bytes", "Prompt bytes of those blocks.", labels=labels),
+            "idle": GaugeMetricFamily("warmgate_replica_idle_connections", "Idle connections to it.", labels=labels),
+            "running": GaugeMetricFamily(
+                "warmgate_replica_engine_running", "Running, by its own metrics.", labels=labels
+            ),
+            "waiting": GaugeMetricFamily(
+                "warmgate_replica_engine_waiting", "Waiting, by its own metrics.", labels=labels
+            ),
+            "usage": GaugeMetricFamily(
+                "warmgate_replica_engine_kv_usage", "KV usage, by its own metrics.", labels=labels
+            ),
+        }
+        breaker = GaugeMetricFamily(
+            "warmgate_replica_breaker", "1 for the breaker's state.", labels=["replica", "state"]
+        )
+        for replica in router.fleet.replicas.values():
+            slot, name = replica.slot, [replica.name]
+            columns["up"].add_metric(name, replica.up)
+            columns["routable"].add_metric(name, replica.routable)
+            columns["in_flight"].add_metric(name, ledger.in_flight[slot])
+            columns["decodes"].add_metric(name, ledger.decodes[slot])
+            columns["prefill"].add_metric(name, ledger.prefill_tokens[slot])
+            columns["kv"].add_metric(name, ledger.kv_tokens[slot])
+            columns["blocks"].add_metric(name, router.index.blocks(slot))
+            columns["bytes"].add_metric(name, router.index.held_bytes(slot))
+            columns["idle"].add_metric(name, self._plane.pool(replica).idle_count)
+            kv = replica.kv
+            for column, value in (("running", kv.running), ("waiting", kv.waiting), ("usage", kv.kv_usage)):
+                if value is not None:
+                    columns[column].add_metric(name, value)
+            breaker.add_metric([replica.name, self._ejector.state(replica)], 1)
+        yield from columns.values()
+        yield breaker
+
+    def _prediction(self) -> Iterator[Metric]:
+        router = self._plane.router
+        predictor = router.predictor
+        errors = GaugeMetricFamily(
+            "warmgate_ttft_prediction_absolute_error",
+            "Quantile of the absolute relative error of the last predictions, by replica.",
+            labels=["replica", "quantile"],
+        )
+        bias = GaugeMetricFamily(
+            "warmgate_ttft_prediction_bias", "Mean signed relative error of the last predictions.", labels=["replica"]
+        )
+        for replica in router.fleet.replicas.values():
+            recent = predictor.errors[replica.slot]
+            for quantile, label in ((0.5, "0.5"), (0.9, "0.9")):
+                value = recent.absolute_quantile(quantile)
+                if value is not None:
+                    errors.add_metric([replica.name, label], value)
+            mean = recent.bias()
+            if mean is not None:
+                bias.add_metric([replica.name], mean)
+        factor = GaugeMetricFamily(
+            "warmgate_ttft_calibration_factor", "Observed seconds per predicted second of work.", labels=["class"]
+        )
+        constant = GaugeMetricFamily(
+            "warmgate_ttft_calibration_constant_seconds", "Seconds every request takes.", labels=["class"]
+        )
+        class_error = GaugeMetricFamily(
+            "warmgate_ttft_prediction_class_absolute_error",
+            "Quantile of the absolute relative error of the last predictions, by class of replicas.",
+            labels=["class", "quantile"],
+        )
+        for replica_class, calibration in predictor.classes.items():
+            name = replica_class.label()
+            factor.add_metric([name], calibration.factor)
+            constant.add_metric([name], calibration.constant_s)
+            for quantile, label in ((0.5, "0.5"), (0.9, "0.9")):
+                value = calibration.errors.absolute_quantile(quantile)
+                if value is not None:
+                    class_error.add_metric([name, label], value)
+        yield from (errors, bias, factor, constant, class_error)

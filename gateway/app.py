@@ -1,0 +1,258 @@
+"""The composition root: the only place where the parts are wired together."""
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Mapping
+
+from gateway.admin.server import AdminServer
+from gateway.config import Config, ReplicaConfig
+from gateway.estimator.hardware import hardware
+from gateway.estimator.model import model
+from gateway.estimator.predictor import Predictor
+from gateway.prefixes.index import PrefixIndex
+from gateway.prompt.blocks import BlockSchedule
+from gateway.prompt.tokens import TokensPerByte
+from gateway.proxy.plane import DataPlane, PlaneLimits
+from gateway.proxy.request_log import RequestLog
+from gateway.proxy.retry_budget import RetryBudget
+from gateway.proxy.routes import Routes
+from gateway.proxy.tally import Tally
+from gateway.replicas.breaker import BreakerSettings
+from gateway.replicas.ejection import Ejector
+from gateway.replicas.health import HealthChecker, HealthSettings
+from gateway.replicas.load import LoadLedger
+from gateway.replicas.probe import ProbeClient
+from gateway.replicas.registry import Fleet
+from gateway.replicas.scrape import Scraper, ScrapeSettings
+from gateway.replicas.spec import ReplicaSpec, Role
+from gateway.routing.router import Router
+from policies.catalog import make_policy
+
+logger = logging.getLogger(__name__)
+
+
+def replica_spec(replica: ReplicaConfig, config: Config) -> ReplicaSpec:
+    """Return the registry's form of a replica, with the top-level defaults filled in."""
+    return ReplicaSpec(
+        url=replica.url,
+        name=replica.name,
+        models=replica.models,
+        role=Role(replica.role),
+        hardware=replica.hardware or config.hardware,
+        model_shape=replica.model_shape or config.model,
+        tensor_parallel=replica.tensor_parallel,
+        api_key=replica.api_key.get_secret_value() if replica.api_key is not None else None,
+        max_in_flight=replica.max_in_flight,
+    )
+
+
+def validate(config: Config) -> None:
+    """Check what the schema alone cannot: names of policies, hardware and models, URLs, key files.
+
+    Raises:
+        ValueError: the first fault.
+        OSError: a key or certificate file cannot be read.
+    """
+    make_policy(config.routing.policy, config.routing.seed, config.routing.policy_options)
+    fleet = Fleet(config.aliases)
+    for replica in config.replicas:
+        spec = replica_spec(replica, config)
+        if spec.hardware is not None:
+            hardware(spec.hardware)
+        if spec.model_shape is not None:
+            model(spec.model_shape)
+        fleet.add(spec)
+    if not config.replicas:
+        raise ValueError("no replicas: give --replica URL or a `replicas` list")
+    if config.redis is not None:
+        raise ValueError("redis: this version keeps its prefix map in the process; remove the option")
+    client_tls(config)
+    replica_tls(config)
+
+
+def client_tls(config: Config) -> ssl.SSLContext | None:
+    """Return the TLS context of the API port, None for plain HTTP."""
+    tls = config.listen.tls
+    if tls is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tls.cert, tls.key)
+    if tls.client_ca is not None:
+        context.load_verify_locations(tls.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def replica_tls(config: Config) -> ssl.SSLContext | None:
+    """Return the TLS context towards https replicas, None if there are none."""
+    if not any(replica.url.startswith("https:") for replica in config.replicas):
+        return None
+    tls = config.tls
+    context = ssl.create_default_context(cafile=tls.ca)
+    if tls.cert is not None:
+        context.load_cert_chain(tls.cert, tls.key)
+    return context
+
+
+def plane_limits(config: Config) -> PlaneLimits:
+    """Return the limits of the data plane."""
+    limits, timeouts, retries = config.limits, config.timeouts, config.retries
+    return PlaneLimits(
+        max_body_bytes=limits.max_body_bytes,
+        max_head_bytes=limits.max_head_bytes,
+        max_headers=limits.max_headers,
+        max_connections=limits.max_connections,
+        max_held_bytes=limits.max_held_bytes,
+        write_buffer_bytes=limits.write_buffer_bytes,
+        max_idle_connections=limits.max_idle_connections,
+        retry_after_s=limits.retry_after_s,
+        head_timeout_s=timeouts.head_s,
+        body_timeout_s=timeouts.body_s,
+        idle_timeout_s=timeouts.idle_s,
+        connect_timeout_s=timeouts.connect_s,
+        first_byte_timeout_s=timeouts.first_byte_s,
+        silence_timeout_s=timeouts.silence_s,
+        client_stall_timeout_s=timeouts.client_stall_s,
+        deadline_s=timeouts.deadline_s,
+        replica_keepalive_s=timeouts.replica_keepalive_s,
+        max_attempts=retries.max_attempts,
+        retry_within_s=retries.within_s,
+    )
+
+
+class Gateway:
+    """One worker: everything, wired.
+
+    Attributes:
+        fleet, router, plane, tally: the parts others may want to look at.
+        port, admin_port: bound ports, after `start`.
+    """
+
+    def __init__(self, config: Config, request_log: RequestLog | None = None) -> None:
+        """Wire a gateway; must be called with a running event loop.
+
+        Args:
+            config: a configuration that `validate` accepts.
+            request_log: where request lines go; standard output by default.
+        """
+        loop = asyncio.get_running_loop()
+        self.config = config
+        self.fleet = Fleet(config.aliases)
+        for replica in config.replicas:
+            self.fleet.add(replica_spec(replica, config))
+        breaker = config.breaker
+        self._ejector = Ejector(
+            self.fleet,
+            BreakerSettings(
+                consecutive_failures=breaker.consecutive_failures,
+                base_ejection_s=breaker.base_ejection_s,
+                max_ejection_s=breaker.max_ejection_s,
+                max_ejected_share=breaker.max_ejected_share,
+            ),
+            loop.call_later,
+        )
+        prefixes = config.prefixes
+        schedule = BlockSchedule(prefixes.block_bytes, prefixes.growth, prefixes.max_block_bytes)
+        routing = config.routing
+        self.router = Router(
+            self.fleet,
+            LoadLedger(),
+            self._ejector,
+            PrefixIndex(schedule),
+            TokensPerByte(),
+            Predictor(routing.token_budget),
+            make_policy(routing.policy, routing.seed, routing.policy_options),
+            schedule,
+            routing.session_header,
+        )
+        self.tally = Tally()
+        self._request_log = request_log or (RequestLog() if config.logging.requests else None)
+        self.plane = DataPlane(
+            self.router,
+            Routes(config.paths.extra, config.paths.blocked),
+            plane_limits(config),
+            self.tally,
+            RetryBudget(config.retries.budget_share, config.retries.budget_min_per_s, time.monotonic),
+            schedule=schedule,
+            client_keys=[key.get_secret_value() for key in config.auth.client_keys],
+            upstream_auth=config.auth.upstream,
+            response_headers=routing.response_headers,
+            request_log=self._request_log,
+            replica_tls=replica_tls(config),
+        )
+        key = config.admin.key
+        self._admin = AdminServer(
+            self.plane,
+            self._ejector,
+            key=key.get_secret_value() if key is not None else None,
+            config=config.model_dump(mode="json"),
+        )
+        self._probes = ProbeClient()
+        self._scraper = Scraper(
+            self.fleet, self._probes, ScrapeSettings(config.scrape.interval_s, config.scrape.timeout_s)
+        )
+        health = config.health
+        self._health = HealthChecker(
+            self.fleet,
+            self._probes,
+            HealthSettings(health.interval_s, health.timeout_s, health.rise, health.fall, path=health.path),
+            self.plane.replica_active,
+            self._scraper.scrape,
+        )
+        self.port = 0
+        self.admin_port = 0
+
+    async def start(self) -> None:
+        """Probe the replicas, then open both ports.
+
+        Raises:
+            OSError: an address cannot be bound.
+        """
+        config = self.config
+        if self._request_log is not None:
+            self._request_log.start()
+        self.admin_port = await self._admin.start(config.admin.host, config.admin.port)
+        await self._health.start(config.health.startup_wait_s)
+        await self._scraper.start()
+        listen = config.listen
+        self.port = await self.plane.listen(listen.host, listen.port, listen.backlog, client_tls(config))
+        up = sum(replica.up for replica in self.fleet.replicas.values())
+        logger.info(
+            "serving on %s:%d, admin on %s:%d, policy %s, %d of %d replicas up",
+            listen.host,
+            self.port,
+            config.admin.host,
+            self.admin_port,
+            self.router.policy.name,
+            up,
+            len(self.fleet.replicas),
+        )
+
+    async def stop(self) -> None:
+        """Drain, then close everything."""
+        timeouts = self.config.timeouts
+        await self.plane.drain(timeouts.drain_grace_s, timeouts.drain_s)
+        await self.close()
+
+    async def close(self) -> None:
+        """Close everything at once."""
+        await self._health.stop()
+        await self._scraper.stop()
+        self.plane.close()
+        self._ejector.close()
+        await self._probes.close()
+        await self._admin.stop()
+        if self._request_log is not None:
+            self._request_log.stop()
+
+
+def summary(config: Config) -> Mapping[str, object]:
+    """Return what `warmgate check` shows of a configuration."""
+    return {
+        "replicas": len(config.replicas),
+        "policy": config.routing.policy,
+        "listen": f"{config.listen.host}:{config.listen.port}",
+        "admin": f"{config.admin.host}:{config.admin.port}",
+    }

@@ -1,0 +1,160 @@
+"""The command line: serve, check, estimate, bench."""
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import uvloop
+
+from gateway.bench_command import bench
+from gateway.config import Config, ConfigError, load
+from gateway.estimate_command import estimate
+from gateway.version import VERSION
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="warmgate")
+def main() -> None:
+    """Warmgate: a cache-aware routing gateway for fleets of vLLM replicas."""
+
+
+_CONFIG = click.option(
+    "-c", "--config", "config_path", type=click.Path(dir_okay=False, path_type=Path), help="gateway.yaml"
+)
+
+
+@main.command()
+@_CONFIG
+@click.option("--replica", "replicas", multiple=True, metavar="URL", help="A vLLM replica; repeat for each.")
+@click.option("--host", help="Address of the API port.")
+@click.option("--port", type=click.IntRange(0, 65535), help="API port; 0 picks one.")
+@click.option("--admin-host", help="Address of the admin port.")
+@click.option("--admin-port", type=click.IntRange(0, 65535), help="Admin port; 0 picks one.")
+@click.option("--policy", help="Routing policy.")
+@click.option("--workers", type=click.IntRange(1), help="Worker processes.")
+@click.option("--redis", metavar="URL", help="Redis that shares the prefix map.")
+@click.option("--hardware", help="Hardware of the replicas, e.g. h100-sxm.")
+@click.option("--model", help="Model shape of the replicas, e.g. llama-3.1-8b, or a config.json.")
+@click.option("--api-key", envvar="WARMGATE_API_KEY", help="Key that clients must send.")
+@click.option("--seed", type=int, help="Seed of the policy.")
+def serve(config_path: Path | None, replicas: tuple[str, ...], **flags: Any) -> None:
+    """Run the gateway. Flags win over the file."""
+    config = _configuration(config_path, replicas, **flags)
+    _logging(config.logging.level)
+    sys.exit(uvloop.run(_serve(config)))
+
+
+@main.command()
+@_CONFIG
+@click.option("--replica", "replicas", multiple=True, metavar="URL", help="A vLLM replica; repeat for each.")
+def check(config_path: Path | None, replicas: tuple[str, ...]) -> None:
+    """Validate a configuration: exit 0 if `serve` would take it, 2 if not."""
+    from gateway.app import summary
+
+    config = _configuration(config_path, replicas)
+    for name, value in summary(config).items():
+        click.echo(f"{name}: {value}")
+    click.echo("configuration is valid")
+
+
+main.add_command(estimate)
+main.add_command(bench)
+
+
+def _configuration(
+    config_path: Path | None,
+    replicas: tuple[str, ...],
+    host: str | None = None,
+    port: int | None = None,
+    admin_host: str | None = None,
+    admin_port: int | None = None,
+    policy: str | None = None,
+    workers: int | None = None,
+    redis: str | None = None,
+    hardware: str | None = None,
+    model: str | None = None,
+    api_key: str | None = None,
+    seed: int | None = None,
+) -> Config:
+    from gateway.app import validate
+
+    flags: dict[str, Any] = {
+        "listen": {"host": host, "port": port, "workers": workers},
+        "admin": {"host": admin_host, "port": admin_port},
+        "routing": {"policy": policy, "seed": seed},
+        "auth": {"client_keys": [api_key] if api_key else None},
+        "replicas": [{"url": url} for url in replicas] or None,
+        "hardware": hardware,
+        "model": model,
+        "redis": redis,
+    }
+    try:
+        config = load(config_path, _given(flags))
+        validate(config)
+    except (ConfigError, ValueError, OSError) as error:
+        click.echo(f"warmgate: invalid configuration\n{error}", err=True)
+        sys.exit(2)
+    return config
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for name, value in flags.items():
+        if isinstance(value, dict):
+            inner = _given(value)
+            if inner:
+                given[name] = inner
+        elif value is not None:
+            given[name] = value
+    return given
+
+
+def _logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # One line per probe is what aiohttp's own access log would add.
+    logging.getLogger("aiohttp").setLevel(logging.WARNING)
+
+
+async def _serve(config: Config) -> int:
+    from gateway.app import Gateway
+
+    loop = asyncio.get_running_loop()
+    gateway = Gateway(config)
+    try:
+        await gateway.start()
+    except OSError as error:
+        logging.getLogger(__name__).error("cannot listen: %s", error)
+        await gateway.close()
+        return 1
+    stopping = asyncio.Event()
+    at_once = asyncio.Event()
+
+    def stop() -> None:
+        if stopping.is_set():
+            at_once.set()
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    await stopping.wait()
+    logging.getLogger(__name__).info("stopping: draining %d requests", gateway.tally.in_progress)
+    drained = loop.create_task(gateway.stop())
+    hurried = loop.create_task(at_once.wait())
+    await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    if not drained.done():
+        drained.cancel()
+        await gateway.close()
+    else:
+        drained.result()
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""gateway.yaml: every option, its default and what it does. Nothing else lives here.
+
+`${NAME}` in any string is replaced by the environment variable NAME, so that keys need not stand in the file.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message says where and why."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TlsServer(_Section):
+    """TLS towards clients."""
+
+    cert: Path
+    """Certificate chain, PEM."""
+    key: Path
+    """Private key, PEM."""
+    client_ca: Path | None = None
+    """CA whose certificates clients must present (mTLS)."""
+
+
+class TlsClient(_Section):
+    """TLS towards https replicas."""
+
+    ca: Path | None = None
+    """CA bundle to trust instead of the system's."""
+    cert: Path | None = None
+    """Client certificate (mTLS), PEM."""
+    key: Path | None = None
+    """Private key of the client certificate, PEM."""
+
+
+class Listen(_Section):
+    """The API port."""
+
+    host: str = "0.0.0.0"  # noqa: S104 - an API gateway serves the network; the admin port does not
+    port: int = Field(8000, ge=0, le=65535)
+    """0 picks a free port, printed at start."""
+    backlog: int = Field(2048, ge=1)
+    """Connections the kernel holds before they are accepted."""
+    workers: int = Field(1, ge=1, le=1)
+    """Worker processes. One, for now."""
+    tls: TlsServer | None = None
+
+
+class Admin(_Section):
+    """The admin port: metrics, health, readiness, admin API."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8001, ge=0, le=65535)
+    key: SecretStr | None = None
+    """Bearer key of /admin/... ; without one those paths answer to loopback clients only."""
+
+
+class Auth(_Section):
+    """Keys on both sides."""
+
+    client_keys: tuple[SecretStr, ...] = ()
+    """Bearer keys clients may use; empty lets everybody in."""
+    upstream: Literal["pass", "replace", "strip"] = "replace"
+    """Authorization towards replicas. `pass`: the client's own. `replace`: the replica's `api_key` (nothing, if it has
+    none). `strip`: never any."""
+
+
+class ReplicaConfig(_Section):
+    """One vLLM replica."""
+
+    url: str
+    """Base URL, `http://host:port[/path]`."""
+    name: str | None = None
+    """What operators and clients see; default replica-1, replica-2, ... Never an address."""
+    models: tuple[str, ...] = ()
+    """Models it serves; empty reads them, adapters included, from its /v1/models."""
+    role: Literal["mixed", "prefill", "decode"] = "mixed"
+    hardware: str | None = None
+    """A preset such as h100-sxm; default: the top-level `hardware`."""
+    model_shape: str | None = None
+    """A preset such as llama-3.1-8b, or the path of a Hugging Face config.json; default: top-level `model`."""
+    tensor_parallel: int = Field(1, ge=1)
+    api_key: SecretStr | None = None
+    """The replica's own key, for `auth.upstream: replace` and for probes."""
+    max_in_flight: int | None = Field(None, ge=1)
+    """Requests it may have at once; more wait for nobody and go elsewhere."""
+
+
+class Routing(_Section):
+    """How a replica is chosen."""
+
+    policy: str = "predicted_ttft"
+    policy_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the policy's constructor; see policies/<name>.py."""
+    seed: int = 0
+    """Seed of the policy's random numbers."""
+    session_header: str | None = None
+    """Header that carries a session key; otherwise the body's `user` is used."""
+    token_budget: int = Field(8192, ge=1)
+    """The engines' max_num_batched_tokens: prompt tokens of one step."""
+    response_headers: bool = True
+    """Send the x-warmgate-* headers to clients."""
+
+
+class Prefixes(_Section):
+    """The prefix map."""
+
+    block_bytes: int = Field(256, ge=16)
+    """Length of the first prompt blocks, in bytes of canonical prompt."""
+    growth: int = Field(32, ge=0)
+    """Blocks double with depth, but stay at most 1/growth of it; 0 keeps them all alike."""
+    max_block_bytes: int = Field(4096, ge=16)
+    """No block is longer."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.max_block_bytes < self.block_bytes:
+            raise ValueError("max_block_bytes must not be smaller than block_bytes")
+        return self
+
+
+class Health(_Section):
+    """Active health probes."""
+
+    interval_s: float = Field(2.0, gt=0)
+    timeout_s: float = Field(2.0, gt=0)
+    rise: int = Field(1, ge=1)
+    """Good probes in a row that bring a replica up."""
+    fall: int = Field(3, ge=1)
+    """Bad probes in a row that take it down."""
+    path: str = "/health"
+    startup_wait_s: float = Field(5.0, ge=0)
+    """How long the start waits for the first probes."""
+
+
+class Breaker(_Section):
+    """Passive health: replicas that fail real requests."""
+
+    consecutive_failures: int = Field(5, ge=1)
+    base_ejection_s: float = Field(10.0, gt=0)
+    max_ejection_s: float = Field(120.0, gt=0)
+    max_ejected_share: float = Field(0.5, gt=0, le=1)
+
+
+class Scrape(_Section):
+    """Reading the replicas' /metrics."""
+
+    interval_s: float = Field(1.0, ge=0)
+    """0 turns it off."""
+    timeout_s: float = Field(2.0, gt=0)
+
+
+class Timeouts(_Section):
+    """Limits in time. 0 means none where that is said."""
+
+    head_s: float = Field(10.0, gt=0)
+    """For a request head to arrive, from its first byte (or from the connection)."""
+    body_s: float = Field(30.0, gt=0)
+    """Between two reads of a request body."""
+    idle_s: float = Field(75.0, gt=0)
+    """For a client's keep-alive connection without a request."""
+    connect_s: float = Field(3.0, gt=0)
+    """For a connection to a replica, TLS included."""
+    first_byte_s: float = Field(600.0, gt=0)
+    """From sending a request to the first byte of the response: queue and, without streaming, all of generation."""
+    silence_s: float = Field(300.0, gt=0)
+    """Between two bytes of a response."""
+    client_stall_s: float = Field(300.0, gt=0)
+    """For a client that does not read to read again."""
+    deadline_s: float = Field(0.0, ge=0)
+    """For the whole request; 0: none."""
+    replica_keepalive_s: float = Field(4.0, gt=0)
+    """How long an idle connection to a replica is kept; below the replica's own limit (uvicorn, thus vLLM: 5 s)."""
+    drain_grace_s: float = Field(0.0, ge=0)
+    """After SIGTERM, how long new connections are still accepted while /ready answers 503."""
+    drain_s: float = Field(60.0, ge=0)
+    """After that, how long running requests may go on before they are cut with an error event."""
+
+
+class Limits(_Section):
+    """Limits in size and number."""
+
+    max_body_bytes: int = Field(64 << 20, ge=1024)
+    max_head_bytes: int = Field(64 << 10, ge=1024)
+    """Request line and headers together."""
+    max_headers: int = Field(128, ge=8)
+    max_connections: int = Field(20_000, ge=1)
+    """Client connections at once."""
+    max_held_bytes: int = Field(1 << 20, ge=0)
+    """A JSON answer up to this size is held until it is complete, so that a replica dying in it can be replaced."""
+    write_buffer_bytes: int = Field(256 << 10, ge=4096)
+    """Response bytes held for a client that does not read, before its replica is no longer read from."""
+    max_idle_connections: int = Field(512, ge=0)
+    """Idle connections kept per replica."""
+    retry_after_s: int = Field(2, ge=1)
+    """What a 503 of the gateway tells clients to wait."""
+
+
+class Retries(_Section):
+    """Second attempts, always on another replica and never after a byte of an answer has reached the client."""
+
+    max_attempts: int = Field(3, ge=1)
+    """Attempts per request, the first included."""
+    budget_share: float = Field(0.2, ge=0)
+    """Retries allowed per request, over time."""
+    budget_min_per_s: float = Field(10.0, ge=0)
+    """Retries per second that are always allowed."""
+    within_s: float = Field(60.0, gt=0)
+    """No further attempt starts later than this after the request came in."""
+
+
+class Logging(_Section):
+    """What goes to standard output (requests) and standard error (events)."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    requests: bool = True
+    """One JSON line per request on standard output."""
+
+
+class Paths(_Section):
+    """Which paths go to replicas besides vLLM's API."""
+
+    extra: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+
+
+class Config(_Section):
+    """All of gateway.yaml."""
+
+    listen: Listen = Listen()
+    admin: Admin = Admin()
+    auth: Auth = Auth()
+    replicas: tuple[ReplicaConfig, ...] = ()
+    aliases: dict[str, str] = Field(default_factory=dict)
+    """Other names for models: alias -> the name the replicas list."""
+    hardware: str | None = None
+    """Hardware of replicas that do not say; without it the predictor learns from traffic."""
+    model: str | None = None
+    """Model shape of replicas that do not say."""
+    tls: TlsClient = TlsClient()
+    """Towards https replicas."""
+    routing: Routing = Routing()
+    prefixes: Prefixes = Prefixes()
+    health: Health = Health()
+    breaker: Breaker = Breaker()
+    scrape: Scrape = Scrape()
+    timeouts: Timeouts = Timeouts()
+    limits: Limits = Limits()
+    retries: Retries = Retries()
+    paths: Paths = Paths()
+    logging: Logging = Logging()
+    redis: SecretStr | None = None
+    """URL of the Redis that shares the prefix map. Read, and refused until the shared map exists."""
+
+    @field_validator("replicas")
+    @classmethod
+    def _distinct(cls, replicas: tuple[ReplicaConfig, ...]) -> tuple[ReplicaConfig, ...]:
+        urls = [replica.url.rstrip("/") for replica in replicas]
+        for url in urls:
+            if urls.count(url) > 1:
+                raise ValueError(f"replica {url} stands there twice")
+        return replicas
+
+
+def load(path: Path | None, overrides: dict[str, Any]) -> Config:
+    """Read gateway.yaml and lay the command line over it.
+
+    Args:
+        path: the file; None for defaults only.
+        overrides: nested dictionaries as in the file; their values win.
+
+    Raises:
+        ConfigError: unreadable, malformed or invalid; one line per fault.
+    """
+    document: Any = {}
+    if path is not None:
+        try:
+            document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        if not isinstance(document, dict):
+            raise ConfigError(f"{path}: must be a mapping of sections")
+    merged = _merge(_expand(document), overrides)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in fault['loc']) or 'config'}: {fault['msg']}" for fault in error.errors()
+        ]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _expand(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _expand(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expand(item) for item in value]
+    if isinstance(value, str):
+        return _VARIABLE.sub(_variable, value)
+    return value
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = match[1]
+    if name not in os.environ:
+        raise ConfigError(f"environment variable {name} is not set")
+    return os.environ[name]
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged

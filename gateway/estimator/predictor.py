@@ -1,0 +1,175 @@
+"""Predicted time to first token on each replica, in columns by replica slot.
+
+The engine serves prompts first come, first served in steps of a token budget (chunked prefill). What stands between a
+new request and its first token is therefore:
+
+    work = ahead + own + steps x (KV reads of the running decodes + overhead) + rest of the step in progress
+    TTFT = constant + factor x work
+
+ahead: prefill seconds of the requests before it, less the progress made (the load ledger knows).
+own: compute of the uncached part of the prompt, attention to the cached part included.
+steps: (tokens ahead + own tokens) / token budget, rounded up: each also decodes one token of every running stream.
+rest: without prefill ahead the request arrives in the middle of a decode step; half of one on average.
+
+Factor and constant are learned per hardware class (`calibration.py`). Replicas whose hardware or model is not given
+share neutral constants, an 8B model on a large card, and a factor that moves fast.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gateway.estimator.calibration import Calibration, PredictionErrors
+from gateway.estimator.hardware import HARDWARE, hardware
+from gateway.estimator.model import MODELS, model
+from gateway.estimator.roofline import StepCost, kv_capacity_tokens, step_cost
+
+DEFAULT_TOKEN_BUDGET = 8192
+"""vLLM's max_num_batched_tokens for online serving on large cards."""
+
+NEUTRAL_COST = step_cost(HARDWARE["h100-sxm"], MODELS["llama-3.1-8b"])
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaClass:
+    """Replicas that share constants: same hardware, model and tensor parallelism, or nothing known.
+
+    Args:
+        hardware: preset name, None if not given.
+        model: model shape name, None if not given.
+        tensor_parallel: degree.
+        served: what tells classes of unknown hardware apart: the served model.
+    """
+
+    hardware: str | None
+    model: str | None
+    tensor_parallel: int = 1
+    served: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Hardware and model are given."""
+        return self.hardware is not None and self.model is not None
+
+    def label(self) -> str:
+        """Return a short name for metrics and reports."""
+        if self.known:
+            return f"{self.hardware}/{self.model}/tp{self.tensor_parallel}"
+        return f"unknown/{self.served or 'any'}"
+
+    def cost(self) -> StepCost:
+        """Return the uncorrected step cost."""
+        if self.hardware is None or self.model is None:
+            return NEUTRAL_COST
+        return step_cost(hardware(self.hardware), model(self.model), self.tensor_parallel)
+
+    def kv_capacity_tokens(self) -> int | None:
+        """Return the KV capacity that the memory would allow; None when unknown."""
+        if self.hardware is None or self.model is None:
+            return None
+        return kv_capacity_tokens(hardware(self.hardware), model(self.model), self.tensor_parallel)
+
+
+class Predictor:
+    """Per-slot constants and the predictions made from them."""
+
+    def __init__(self, token_budget: int = DEFAULT_TOKEN_BUDGET) -> None:
+        """Start without replicas.
+
+        Args:
+            token_budget: tokens of one engine step.
+        """
+        self.token_budget = token_budget
+        self.classes: dict[ReplicaClass, Calibration] = {}
+        self.errors: list[PredictionErrors] = []
+        """Prediction errors by slot."""
+        self._calibrations: list[Calibration] = []
+        self._costs: list[StepCost] = []
+
+    def configure(self, slot: int, replica_class: ReplicaClass) -> None:
+        """Set the class of the replica in a slot; forget what the slot's earlier replica did."""
+        calibration = self.classes.get(replica_class)
+        if calibration is None:
+            calibration = self.classes[replica_class] = Calibration(known_hardware=replica_class.known)
+        while len(self._costs) <= slot:
+            self._costs.append(NEUTRAL_COST)
+            self._calibrations.append(calibration)
+            self.errors.append(PredictionErrors())
+        self._costs[slot] = replica_class.cost()
+        self._calibrations[slot] = calibration
+        self.errors[slot] = PredictionErrors()
+
+    def own_prefill_s(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
+        """Return corrected seconds of prefill for the uncached part of a prompt."""
+        uncached = prompt_tokens - cached_tokens
+        return self._calibrations[slot].factor * self._costs[slot].prefill_compute_s(uncached, cached_tokens)
+
+    def fill(
+        self,
+        slots: Iterable[int],
+        prompt_tokens: float,
+        matched_tokens: Sequence[float],
+        ahead_s: Sequence[float],
+        ahead_tokens: Sequence[float],
+        decodes: Sequence[int],
+        kv_tokens: Sequence[float],
+        own_prefill_s: list[float],
+        predicted_ttft_s: list[float],
+        decode_delay_s: list[float],
+    ) -> None:
+        """Fill the per-request columns for the candidate slots.
+
+        Args:
+            slots: candidates.
+            prompt_tokens: tokens of the prompt.
+            matched_tokens: by slot, prompt tokens the replica holds.
+            ahead_s: by slot, corrected seconds of prefill ahead.
+            ahead_tokens: by slot, tokens of prefill ahead.
+            decodes: by slot, running decodes.
+            kv_tokens: by slot, KV tokens of requests in flight.
+            own_prefill_s: by slot, written: corrected seconds of own prefill.
+            predicted_ttft_s: by slot, written: predicted seconds to the first token.
+            decode_delay_s: by slot, written: seconds of delay put on running decodes, summed over them.
+        """
+        costs, calibrations, budget = self._costs, self._calibrations, self.token_budget
+        for slot in slots:
+            cost, calibration = costs[slot], calibrations[slot]
+            factor = calibration.factor
+            cached = matched_tokens[slot]
+            new = prompt_tokens - cached
+            own = new * (cost.prefill_s_per_token + (cached + new * 0.5) * cost.attention_s_per_pair)
+            ahead = ahead_s[slot]
+            running = decodes[slot]
+            steps = int((ahead_tokens[slot] + new) / budget) + 1
+            shared = cost.overhead_s
+            if running:
+                shared += kv_tokens[slot] * cost.kv_s_per_token + running * cost.prefill_s_per_token
+            work = own + steps * shared
+            if running and ahead == 0.0:
+                work += 0.5 * (cost.weights_s + shared)
+            floor = steps * cost.weights_s
+            total = factor * work + ahead
+            if ahead + factor * own < factor * floor:
+                # So little to compute that reading the weights takes longer.
+                total += factor * (floor - own) - ahead
+            own_prefill_s[slot] = factor * own
+            predicted_ttft_s[slot] = calibration.constant_s + total
+            decode_delay_s[slot] = running * factor * own
+
+    def work_s(self, slot: int, ttft_s: float) -> float:
+        """Return the uncorrected work behind a prediction, to be given back to `observe`."""
+        calibration = self._calibrations[slot]
+        return max(ttft_s - calibration.constant_s, 0.0) / calibration.factor
+
+    def observe(self, slot: int, work_s: float, predicted_s: float, observed_s: float) -> None:
+        """Learn from the first token of a request that was neither retried nor aborted.
+
+        Args:
+            slot: the replica.
+            work_s: uncorrected work of the prediction (`work_s`).
+            predicted_s: the prediction itself.
+            observed_s: seconds from selection to the first token.
+        """
+        calibration = self._calibrations[slot]
+        self.errors[slot].add(predicted_s, observed_s)
+        calibration.errors.add(predicted_s, observed_s)
+        calibration.observe(work_s, observed_s)

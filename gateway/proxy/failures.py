@@ -1,0 +1,152 @@
+"""What a failure means: the one table that decides it (phase x cause -> action).
+
+Two rules:
+- Everything that decides between "try another replica", "answer the client" and "break the stream" stands in this
+  file. The exchange reports (phase, cause) and does as it is told.
+- This file knows no sockets, no clocks and no counters. Whether a retry is still *possible* (attempts, budget,
+  deadline, another candidate) is the exchange's to say; what should happen if it is not stands in the same row.
+
+Theory of operation. A request passes through the phases below in order. The line that matters is between HELD and
+STREAMING: up to HELD no byte of an answer has reached the client, so the request may run again elsewhere without the
+client noticing; from STREAMING on it may not, because a generation would be delivered twice. A replica's complete
+answers (4xx among them) are not failures and never get here, save the statuses that say "not me, not now".
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gateway.replicas.breaker import Outcome as Verdict
+
+
+class Phase(StrEnum):
+    """How far an attempt has come."""
+
+    CONNECTING = "connecting"
+    """A connection to the replica is being made; it has seen nothing."""
+    WAITING = "waiting"
+    """The request is on its way or with the replica; no response head yet."""
+    HELD = "held"
+    """A response has begun, but nothing of it has been sent to the client."""
+    STREAMING = "streaming"
+    """Response bytes have been sent to the client."""
+
+
+class Cause(StrEnum):
+    """What happened."""
+
+    REFUSED = "refused"
+    """The connection could not be made."""
+    CONNECT_TIMEOUT = "connect_timeout"
+    STALE = "stale"
+    """A reused keep-alive connection was closed before any byte of a response: the replica may never have seen the
+    request (RFC 9112 section 9.3.1: a client may retry when a persistent connection closes early)."""
+    RESET = "reset"
+    """The connection was lost, or the response ended before it was complete."""
+    FIRST_BYTE_TIMEOUT = "first_byte_timeout"
+    SILENCE = "silence"
+    """No byte for longer than the limit between two bytes of a response."""
+    DEADLINE = "deadline"
+    """The request's overall deadline has passed."""
+    BAD_RESPONSE = "bad_response"
+    """The replica's bytes are not HTTP."""
+    SERVER_ERROR = "server_error"
+    """Status 500, 502 or 504."""
+    BUSY = "busy"
+    """Status 429 or 503: back-pressure, not a fault."""
+    DRAIN = "drain"
+    """The gateway is stopping and its drain limit has passed."""
+
+
+class Action(StrEnum):
+    """What the exchange does."""
+
+    RETRY_ELSEWHERE = "retry elsewhere"
+    """Send the request to a replica that has not been tried."""
+    RESEND = "resend"
+    """Send it once more to the same replica on a fresh connection; costs neither an attempt nor retry budget."""
+    ANSWER = "answer"
+    """Answer the client with the row's status in OpenAI's error shape."""
+    PASS_THROUGH = "pass through"  # noqa: S105 - no password
+    """Relay the replica's own answer."""
+    BREAK_STREAM = "break stream"
+    """SSE: a final error event. Then the connection is cut so that no client takes the answer for complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row.
+
+    Attributes:
+        action: the preferred action.
+        otherwise: what to do when it is not possible.
+        status, code, message: the gateway's own answer, where one is made.
+        verdict: what it says about the replica, for passive health.
+    """
+
+    action: Action
+    otherwise: Action
+    status: int
+    code: str
+    message: str
+    verdict: Verdict
+
+
+_R, _S, _A, _P, _B = (
+    Action.RETRY_ELSEWHERE,
+    Action.RESEND,
+    Action.ANSWER,
+    Action.PASS_THROUGH,
+    Action.BREAK_STREAM,
+)
+_UNREACHABLE = (502, "replica_unreachable", "The replica serving this model could not be reached.")
+_SLOW_CONNECT = (
+    504,
+    "replica_connect_timeout",
+    "The replica serving this model did not accept a connection in time.",
+)
+_CUT = (502, "replica_connection_lost", "The replica closed the connection before its answer was complete.")
+_SLOW = (504, "replica_timeout", "The replica did not begin to answer in time.")
+_SILENT = (504, "replica_silent", "The replica stopped sending before its answer was complete.")
+_LATE = (504, "deadline_exceeded", "The request's deadline passed before the answer was complete.")
+_GARBLED = (502, "replica_bad_response", "The replica sent a response that is not valid HTTP.")
+_STOPPING = (503, "gateway_stopping", "The gateway is shutting down; send the request again.")
+_FAILED = (502, "replica_error", "The replica failed to serve the request.")
+_BUSY = (503, "replica_busy", "The replica is overloaded; try again later.")
+
+C, W, H, S = Phase.CONNECTING, Phase.WAITING, Phase.HELD, Phase.STREAMING
+
+TABLE: dict[tuple[Phase, Cause], Rule] = {
+    # phase, cause                  first choice, otherwise, answer, what it says of the replica
+    (C, Cause.REFUSED): Rule(_R, _A, *_UNREACHABLE, Verdict.CONNECT_ERROR),
+    (C, Cause.CONNECT_TIMEOUT): Rule(_R, _A, *_SLOW_CONNECT, Verdict.CONNECT_ERROR),
+    (C, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
+    (C, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
+    (W, Cause.STALE): Rule(_S, _A, *_CUT, Verdict.CANCELLED),
+    (W, Cause.RESET): Rule(_R, _A, *_CUT, Verdict.CUT),
+    (W, Cause.FIRST_BYTE_TIMEOUT): Rule(_R, _A, *_SLOW, Verdict.TIMEOUT),
+    (W, Cause.BAD_RESPONSE): Rule(_R, _A, *_GARBLED, Verdict.SERVER_ERROR),
+    (W, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
+    (W, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
+    (H, Cause.SERVER_ERROR): Rule(_R, _P, *_FAILED, Verdict.SERVER_ERROR),
+    (H, Cause.BUSY): Rule(_R, _P, *_BUSY, Verdict.BACKPRESSURE),
+    (H, Cause.RESET): Rule(_R, _A, *_CUT, Verdict.CUT),
+    (H, Cause.SILENCE): Rule(_R, _A, *_SILENT, Verdict.TIMEOUT),
+    (H, Cause.BAD_RESPONSE): Rule(_R, _A, *_GARBLED, Verdict.SERVER_ERROR),
+    (H, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
+    (H, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
+    (S, Cause.RESET): Rule(_B, _B, *_CUT, Verdict.CUT),
+    (S, Cause.SILENCE): Rule(_B, _B, *_SILENT, Verdict.TIMEOUT),
+    (S, Cause.BAD_RESPONSE): Rule(_B, _B, *_GARBLED, Verdict.SERVER_ERROR),
+    (S, Cause.DEADLINE): Rule(_B, _B, *_LATE, Verdict.CANCELLED),
+    (S, Cause.DRAIN): Rule(_B, _B, *_STOPPING, Verdict.CANCELLED),
+}
+"""Pairs that are not here cannot happen; asking for one is a bug and raises KeyError."""
+
+STATUS_CAUSES: dict[int, Cause] = {
+    429: Cause.BUSY,
+    500: Cause.SERVER_ERROR,
+    502: Cause.SERVER_ERROR,
+    503: Cause.BUSY,
+    504: Cause.SERVER_ERROR,
+}
+"""Replica statuses that are looked up in the table; every other status is an answer and is relayed."""

@@ -1,0 +1,189 @@
+"""What the gateway learns from a response body while it passes: the first token and the final usage.
+
+The observer never changes, delays or splits the bytes. It parses events only until the first token has been seen;
+after that it keeps references to the last few pieces, because usage stands in the last event before `[DONE]`.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+_MAX_EVENT_BYTES = 1 << 20
+_TAIL_PIECES = 8
+_TAIL_PIECE_BYTES = 8192
+# How streams of the known APIs end: OpenAI, Anthropic messages, OpenAI responses.
+_ENDINGS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+_TOKEN_FIELDS = (
+    "content",
+    "reasoning",
+    "reasoning_content",
+    "tool_calls",
+    "function_call",
+    "refusal",
+    "audio",
+)
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts the engine reports.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        completion_tokens: tokens of the answer.
+        cached_tokens: prompt tokens taken from the prefix cache; None when the engine does not say.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def parse_usage(usage: Any) -> Usage | None:
+    """Return the counts of a `usage` object in OpenAI's or Anthropic's field names, None when it is neither."""
+    if not isinstance(usage, dict):
+        return None
+    prompt = _count(usage.get("prompt_tokens", usage.get("input_tokens")))
+    completion = _count(usage.get("completion_tokens", usage.get("output_tokens", 0)))
+    if prompt is None or completion is None:
+        return None
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else usage.get("cache_read_input_tokens")
+    return Usage(prompt, completion, _count(cached))
+
+
+def usage_in(body: bytes) -> Usage | None:
+    """Return the last usage object in a JSON body or the tail of an event stream.
+
+    Inside a JSON string the quotes would be escaped, so the raw bytes `"usage":` are always a key.
+    """
+    at = body.rfind(b'"usage":')
+    while at >= 0:
+        start = at + 8
+        while body[start : start + 1] == b" ":
+            start += 1
+        if body[start : start + 1] == b"{":
+            found = _object_at(body, start)
+            if found is not None:
+                return parse_usage(found)
+        at = body.rfind(b'"usage":', 0, at)
+    return None
+
+
+def _object_at(body: bytes, start: int) -> Any:
+    # Usage holds numbers, nulls and shallow objects, so the matching brace is near and no string holds one.
+    depth = 0
+    for i in range(start, min(len(body), start + 4096)):
+        c = body[i]
+        if c == 0x7B:
+            depth += 1
+        elif c == 0x7D:
+            depth -= 1
+            if depth == 0:
+                try:
+                    return orjson.loads(body[start : i + 1])
+                except orjson.JSONDecodeError:
+                    return None
+    return None
+
+
+def has_token(event: Any) -> bool:
+    """Say whether a parsed event carries generated output.
+
+    Content, reasoning and tool-call deltas count; the role chunk, empty `choices` and pure usage do not.
+    """
+    if not isinstance(event, dict):
+        return False
+    choices = event.get("choices")
+    if isinstance(choices, list):
+        for choice in choices:
+            if not isinstance(choice, dict):
+                continue
+            delta = choice.get("delta")
+            if isinstance(delta, dict):
+                for field in _TOKEN_FIELDS:
+                    if delta.get(field):
+                        return True
+            if choice.get("text"):
+                return True
+            if delta is None and choice.get("token_ids"):
+                return True
+        return False
+    kind = event.get("type")
+    if isinstance(kind, str):
+        if kind == "content_block_start":
+            block = event.get("content_block")
+            return isinstance(block, dict) and block.get("type") == "tool_use"
+        return kind == "content_block_delta" or kind.endswith(".delta")
+    return False
+
+
+class StreamObserver:
+    """Watches one event stream.
+
+    Attributes:
+        first_token_seen: the first generated token has passed.
+        failed: an error event has passed before the first token.
+    """
+
+    __slots__ = ("_pending", "_tail", "failed", "first_token_seen")
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
+        self.first_token_seen = False
+        self.failed = False
+
+    def feed(self, data: bytes) -> bool:
+        """Look at the next bytes of the body; return True exactly once, when the first token is among them."""
+        self._tail.append(data if len(data) <= _TAIL_PIECE_BYTES else data[-_TAIL_PIECE_BYTES:])
+        if self.first_token_seen:
+            return False
+        pending = self._pending + data
+        start = 0
+        while True:
+            end = pending.find(b"\n", start)
+            if end < 0:
+                break
+            line = pending[start:end]
+            start = end + 1
+            if line.startswith(b"data:") and self._look(line[5:]):
+                self.first_token_seen = True
+                self._pending = b""
+                return True
+        self._pending = pending[start:] if start else pending
+        if len(self._pending) > _MAX_EVENT_BYTES:
+            # An event this large is output of some kind; do not hold more of it.
+            self.first_token_seen = True
+            self._pending = b""
+            return True
+        return False
+
+    def _look(self, payload: bytes) -> bool:
+        try:
+            event = orjson.loads(payload)
+        except orjson.JSONDecodeError:
+            return False
+        if isinstance(event, dict) and event.get("error"):
+            self.failed = True
+        return has_token(event)
+
+    def tail(self) -> bytes:
+        """Return the last bytes seen, enough to hold the final events."""
+        return b"".join(self._tail)
+
+    def ended_properly(self) -> bool:
+        """Say whether the stream closed with the API's own last event, for bodies delimited by connection close."""
+        tail = self.tail()
+        return any(ending in tail for ending in _ENDINGS)
+
+    def at_event_boundary(self) -> bool:
+        """Say whether the bytes so far end between two events."""
+        tail = self.tail()
+        return not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))

@@ -1,0 +1,387 @@
+"""The data plane of one process: its sockets, its exchanges, and what they share."""
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+import ssl
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+
+import orjson
+
+from gateway.prompt.blocks import DEFAULT_SCHEDULE, BlockSchedule
+from gateway.prompt.body import RequestBody, parse_body
+from gateway.proxy import encodings, errors
+from gateway.proxy.client import ClientConnection
+from gateway.proxy.errors import GatewayError
+from gateway.proxy.exchange import Exchange, Outcome
+from gateway.proxy.heads import RequestHead
+from gateway.proxy.record import count, log_record
+from gateway.proxy.request_log import RequestLog
+from gateway.proxy.retry_budget import RetryBudget
+from gateway.proxy.routes import Routes
+from gateway.proxy.tally import Tally
+from gateway.proxy.upstream import ReplicaPool
+from gateway.replicas.registry import Change, Replica
+from gateway.routing.router import Assignment, Router
+
+logger = logging.getLogger(__name__)
+
+_MODELS = b"/v1/models"
+_SWEEP_BLOCKS = 20_000
+"""Blocks of forgotten replicas freed per tick: a few milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLimits:
+    """Limits of the data plane, flat for the hot path; see `config.Limits`, `config.Timeouts`, `config.Retries`."""
+
+    max_body_bytes: int
+    max_head_bytes: int
+    max_headers: int
+    max_connections: int
+    max_held_bytes: int
+    write_buffer_bytes: int
+    max_idle_connections: int
+    retry_after_s: int
+    head_timeout_s: float
+    body_timeout_s: float
+    idle_timeout_s: float
+    connect_timeout_s: float
+    first_byte_timeout_s: float
+    silence_timeout_s: float
+    client_stall_timeout_s: float
+    deadline_s: float
+    replica_keepalive_s: float
+    max_attempts: int
+    retry_within_s: float
+
+    def tick_s(self) -> float:
+        """How often limits must be looked at so that the shortest of them is kept to within a quarter."""
+        shortest = min(
+            self.head_timeout_s,
+            self.body_timeout_s,
+            self.idle_timeout_s,
+            self.first_byte_timeout_s,
+            self.silence_timeout_s,
+            self.client_stall_timeout_s,
+            self.replica_keepalive_s,
+            self.deadline_s or 1e9,
+        )
+        return min(max(shortest / 4, 0.01), 0.25)
+
+
+class DataPlane:
+    """Everything exchanges share.
+
+    Attributes:
+        router, routes, limits, tally: what their names say.
+        draining: no connection is kept alive any more.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        routes: Routes,
+        limits: PlaneLimits,
+        tally: Tally,
+        budget: RetryBudget,
+        *,
+        schedule: BlockSchedule = DEFAULT_SCHEDULE,
+        client_keys: Iterable[str] = (),
+        upstream_auth: str = "replace",
+        response_headers: bool = True,
+        request_log: RequestLog | None = None,
+        replica_tls: ssl.SSLContext | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wire the data plane.
+
+        Args:
+            router: chooses replicas.
+            routes: path table.
+            limits: all limits.
+            tally: counts.
+            budget: retry budget.
+            schedule: where prompts are cut into blocks.
+            client_keys: keys that let a client in; none lets everybody in.
+            upstream_auth: pass, replace or strip.
+            response_headers: send x-warmgate-* headers.
+            request_log: where request lines go; None for nowhere.
+            replica_tls: context for https replicas.
+            now: monotonic clock.
+        """
+        self.router = router
+        self.routes = routes
+        self.limits = limits
+        self.tally = tally
+        self.now = now
+        self.draining = False
+        self._budget = budget
+        self._schedule = schedule
+        # Looked up by digest: how long that takes tells nothing about how much of a key was right.
+        self._key_digests = frozenset(hashlib.sha256(key.encode()).digest() for key in client_keys)
+        self._upstream_auth = upstream_auth
+        self._response_headers = response_headers
+        self._header_prefixes: dict[tuple[str, str], bytes] = {}
+        self._request_log = request_log
+        self._replica_tls = replica_tls
+        self._pools: dict[Replica, ReplicaPool] = {}
+        self._exchanges: set[Exchange] = set()
+        self._clients: set[ClientConnection] = set()
+        self._servers: list[asyncio.Server] = []
+        self._ticker: asyncio.TimerHandle | None = None
+        # Set whenever an exchange or a connection has ended; drain waits for it.
+        self._ended = asyncio.Event()
+        self._ids = itertools.count(1)
+        self._id_prefix = b"wg-" + os.urandom(8).hex().encode() + b"-"
+        router.fleet.on_change(self._changed)
+
+    # -- sockets
+
+    async def listen(self, host: str, port: int, backlog: int, tls: ssl.SSLContext | None) -> int:
+        """Start to accept connections; return the port.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=backlog, ssl=tls)
+        self._servers.append(server)
+        if self._ticker is None:
+            self._ticker = loop.call_later(self.limits.tick_s(), self._tick)
+        bound: int = server.sockets[0].getsockname()[1]
+        return bound
+
+    async def drain(self, grace_s: float, limit_s: float) -> None:
+        """Stop: accept for a grace time, let running requests end, cut what is left.
+
+        Args:
+            grace_s: how long new connections are accepted while /ready says no.
+            limit_s: how long running requests may take after that.
+        """
+        self.draining = True
+        if grace_s:
+            await asyncio.sleep(grace_s)
+        for server in self._servers:
+            server.close()
+        for client in list(self._clients):
+            client.close_if_idle()
+        deadline_s = self.now() + limit_s
+        while self._exchanges and self.now() < deadline_s:
+            self._ended.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), deadline_s - self.now())
+        if self._exchanges:
+            logger.warning("%d requests are cut at the drain limit", len(self._exchanges))
+        for exchange in list(self._exchanges):
+            exchange.cut()
+        # What has been written must reach the sockets before the loop ends.
+        flush_s = self.now() + 1.0
+        while self._clients and self.now() < flush_s:
+            for client in list(self._clients):
+                client.close_if_idle()
+            self._ended.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), flush_s - self.now())
+
+    def close(self) -> None:
+        """Close everything at once."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        for server in self._servers:
+            server.close()
+        for pool in self._pools.values():
+            pool.close()
+
+    def _tick(self) -> None:
+        now_s = self.now()
+        try:
+            for exchange in list(self._exchanges):
+                exchange.tick(now_s)
+            for client in list(self._clients):
+                if client.deadline_s is not None and client.deadline_s < now_s:
+                    client.expired(now_s)
+            for pool in self._pools.values():
+                pool.sweep()
+            self.router.index.sweep(_SWEEP_BLOCKS)
+        finally:
+            # A fault in one request must not end the limits of all others.
+            self._ticker = asyncio.get_running_loop().call_later(self.limits.tick_s(), self._tick)
+
+    # -- clients
+
+    @property
+    def log_lines_dropped(self) -> int:
+        """Request log lines lost."""
+        return self._request_log.dropped if self._request_log is not None else 0
+
+    def client_connected(self, client: ClientConnection) -> bool:
+        """Count a connection; False if there are too many."""
+        if len(self._clients) >= self.limits.max_connections:
+            self.tally.connections_refused += 1
+            return False
+        self._clients.add(client)
+        self.tally.connections += 1
+        return True
+
+    def client_disconnected(self, client: ClientConnection) -> None:
+        """Forget a connection."""
+        self._clients.discard(client)
+        self._ended.set()
+
+    @property
+    def open_connections(self) -> int:
+        """Client connections now."""
+        return len(self._clients)
+
+    def refused_bytes(self, error: GatewayError) -> None:
+        """Count bytes that were no request."""
+        self.tally.bad_requests[error.code] += 1
+
+    # -- exchanges
+
+    def exchange_began(self, exchange: Exchange) -> None:
+        """Follow an exchange."""
+        self._exchanges.add(exchange)
+        self.tally.in_progress += 1
+        self._budget.deposit()
+
+    def exchange_ended(self, exchange: Exchange) -> None:
+        """Count an exchange and write its line."""
+        self._exchanges.discard(exchange)
+        self._ended.set()
+        tally = self.tally
+        tally.in_progress -= 1
+        now_s = self.now()
+        count(exchange, tally, now_s)
+        if self._request_log is not None and exchange.outcome is not Outcome.LOCAL:
+            self._request_log.add(log_record(exchange, now_s))
+
+    def replica_active(self, slot: int, within_s: float = 2.0) -> bool:
+        """Say whether bytes of a replica's answers have passed lately; asked only when its health is in doubt."""
+        since_s = self.now() - within_s
+        return any(exchange.heard_from(slot, since_s) for exchange in self._exchanges)
+
+    def may_retry(self, exchange: Exchange) -> bool:
+        """Say whether limits and budget allow one more attempt."""
+        if exchange.attempts >= self.limits.max_attempts or self.draining:
+            return False
+        if self.now() - exchange.started_s > self.limits.retry_within_s:
+            return False
+        if not self._budget.withdraw():
+            self.tally.retries_denied += 1
+            return False
+        return True
+
+    def retried(self, exchange: Exchange) -> None:
+        """Count a retry, against the replica that was left."""
+        if exchange.assignment is not None:
+            self.tally.retries[exchange.assignment.replica.name] += 1
+
+    def pool(self, replica: Replica) -> ReplicaPool:
+        """Return the connections to a replica."""
+        pool = self._pools.get(replica)
+        if pool is None:
+            limits = self.limits
+            pool = self._pools[replica] = ReplicaPool(
+                replica,
+                connect_timeout_s=limits.connect_timeout_s,
+                keepalive_s=limits.replica_keepalive_s,
+                max_idle=limits.max_idle_connections,
+                tls=self._replica_tls if replica.tls else None,
+                now=self.now,
+            )
+        return pool
+
+    def _changed(self, change: Change, replica: Replica) -> None:
+        if change is Change.REMOVED:
+            pool = self._pools.pop(replica, None)
+            if pool is not None:
+                pool.close()
+            self.tally.forget_replica(replica.name)
+            for key in [key for key in self._header_prefixes if key[0] == replica.name]:
+                del self._header_prefixes[key]
+        elif change in (Change.RESTARTED, Change.DOWN):
+            pool = self._pools.get(replica)
+            if pool is not None:
+                pool.close_idle()
+
+    # -- keys and identities
+
+    def new_request_id(self) -> bytes:
+        """Return an id that no other request has."""
+        return self._id_prefix + b"%x" % next(self._ids)
+
+    def refuse(self, head: RequestHead) -> GatewayError | None:
+        """Return the error for a client without a valid key, None if it may pass."""
+        if not self._key_digests or head.path in (b"/health", b"/ping") or head.method == b"OPTIONS":
+            return None
+        scheme, _, token = head.authorization.partition(b" ")
+        presented = token.strip() if scheme.lower() == b"bearer" else head.api_key
+        if presented and hashlib.sha256(presented).digest() in self._key_digests:
+            return None
+        return errors.INVALID_KEY
+
+    def replica_authorization(self, replica: Replica, head: RequestHead) -> bytes:
+        """Return the credential lines of a request to a replica, each with its line end."""
+        if self._upstream_auth == "replace":
+            key = replica.spec.api_key
+            return b"authorization: Bearer %b\r\n" % key.encode() if key else b""
+        if self._upstream_auth == "strip":
+            return b""
+        lines = b"authorization: %b\r\n" % head.authorization if head.authorization else b""
+        return lines + (b"x-api-key: %b\r\n" % head.api_key if head.api_key else b"")
+
+    # -- answers
+
+    def parse(self, head: RequestHead, body: bytes) -> RequestBody:
+        """Parse a JSON request body, its content encoding taken off.
+
+        Raises:
+            InvalidBody: it cannot be served.
+        """
+        if head.content_encoding:
+            body = encodings.decoded(body, head.content_encoding, self.limits.max_body_bytes)
+        return parse_body(head.path.decode("latin-1"), body, self._schedule, self.router.fleet.aliases)
+
+    def answer_locally(self, head: RequestHead) -> tuple[int, bytes]:
+        """Answer what the gateway knows itself: models and its own life."""
+        if head.path in (b"/health", b"/ping"):
+            return 200, b'{"status":"ok"}'
+        models = self.router.fleet.models()
+        if head.path == _MODELS:
+            return 200, orjson.dumps({"object": "list", "data": models})
+        name = _unquoted(head.path[len(_MODELS) + 1 :])
+        for model in models:
+            if model.get("id") == name:
+                return 200, orjson.dumps(model)
+        error = errors.unknown_model(name)
+        return error.status, error.body()
+
+    def response_headers(self, assignment: Assignment) -> bytes:
+        """Return the x-warmgate-* lines, b"" if they are switched off."""
+        if not self._response_headers:
+            return b""
+        key = (assignment.replica.name, assignment.policy)
+        prefix = self._header_prefixes.get(key)
+        if prefix is None:
+            prefix = self._header_prefixes[key] = b"x-warmgate-replica: %b\r\nx-warmgate-policy: %b\r\n" % (
+                key[0].encode(),
+                key[1].encode(),
+            )
+        return b"%bx-warmgate-expected-cached-tokens: %d\r\nx-warmgate-predicted-ttft-ms: %.1f\r\n" % (
+            prefix,
+            assignment.expected_cached_tokens,
+            assignment.predicted_ttft_s * 1000.0,
+        )
+
+
+def _unquoted(raw: bytes) -> str:
+    return unquote_to_bytes(raw).decode("utf-8", "replace")

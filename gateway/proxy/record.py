@@ -1,0 +1,97 @@
+"""What is kept of a request when it has ended: the counts and the log line."""
+
+from typing import Any
+
+from gateway.proxy.exchange import Exchange
+from gateway.proxy.tally import Tally
+
+
+def tpot_s(exchange: Exchange) -> float | None:
+    """Return seconds per output token after the first; None if it cannot be told."""
+    usage, first_s = exchange.usage, exchange.first_token_s
+    if usage is None or first_s is None or usage.completion_tokens < 2:
+        return None
+    return (exchange.last_token_s - first_s) / (usage.completion_tokens - 1)
+
+
+def count(exchange: Exchange, tally: Tally, now_s: float) -> None:
+    """Add a request that has ended to the counts.
+
+    Args:
+        exchange: the request.
+        tally: the counts.
+        now_s: monotonic seconds.
+    """
+    outcome = exchange.outcome
+    assert outcome is not None
+    tally.bytes_in += exchange.bytes_in
+    tally.bytes_out += exchange.bytes_out
+    tally.duration(outcome, now_s - exchange.started_s)
+    assignment = exchange.assignment
+    if assignment is None:
+        tally.requests["", "", outcome, exchange.status] += 1
+        return
+    replica, policy = assignment.replica.name, assignment.policy
+    tally.requests[replica, policy, outcome, exchange.status] += 1
+    series = tally.of(replica, policy)
+    usage = exchange.usage
+    if usage is not None:
+        series.prompt_tokens += usage.prompt_tokens
+        series.completion_tokens += usage.completion_tokens
+        if usage.cached_tokens is not None:
+            series.reported += 1
+            series.expected_cached_tokens += assignment.expected_cached_tokens
+            series.actual_cached_tokens += usage.cached_tokens
+    observed_s = assignment.observed_ttft_s
+    if observed_s is not None and exchange.first_token_s is not None:
+        series.ttft_s.add(exchange.first_token_s - exchange.started_s)
+        series.predicted_ttft_s.add(assignment.predicted_ttft_s)
+        series.prediction_error.add(abs(assignment.predicted_ttft_s - observed_s) / max(observed_s, 1e-4))
+    per_token_s = tpot_s(exchange)
+    if per_token_s is not None:
+        series.tpot_s.add(per_token_s)
+
+
+def log_record(exchange: Exchange, now_s: float) -> dict[str, Any]:
+    """Return the fields of a request's log line. Times in milliseconds; no bodies, no keys, no addresses of replicas.
+
+    Args:
+        exchange: the request.
+        now_s: monotonic seconds.
+    """
+    record: dict[str, Any] = {
+        "event": "request",
+        "id": exchange.request_id.decode("latin-1"),
+        "client": exchange.client_address,
+        "method": exchange.method.decode("latin-1"),
+        "path": exchange.head.path.decode("latin-1")[:256],
+        "status": exchange.status,
+        "outcome": exchange.outcome,
+        "duration_ms": round((now_s - exchange.started_s) * 1e3, 2),
+        "attempts": exchange.attempts,
+        "bytes_in": exchange.bytes_in,
+        "bytes_out": exchange.bytes_out,
+    }
+    if exchange.error_code is not None:
+        record["error"] = exchange.error_code
+    query = exchange.query
+    if query is not None:
+        record["model"] = query.pool
+        record["stream"] = query.stream
+        record["prompt_tokens"] = round(query.request.prompt_tokens)
+    assignment = exchange.assignment
+    if assignment is not None:
+        record["replica"] = assignment.replica.name
+        record["policy"] = assignment.policy
+        record["reason"] = assignment.reason
+        record["terms"] = {name: round(value, 5) for name, value in assignment.terms.items()}
+        record["expected_cached_tokens"] = assignment.expected_cached_tokens
+        record["predicted_ttft_ms"] = round(assignment.predicted_ttft_s * 1e3, 2)
+        if assignment.observed_ttft_s is not None:
+            record["ttft_ms"] = round(assignment.observed_ttft_s * 1e3, 2)
+    usage = exchange.usage
+    if usage is not None:
+        record["prompt_tokens"] = usage.prompt_tokens
+        record["completion_tokens"] = usage.completion_tokens
+        record["cached_tokens"] = usage.cached_tokens
+    return record
