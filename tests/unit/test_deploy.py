@@ -7,7 +7,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from gateway.cli import main
 from gateway.config import load
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -53,6 +55,15 @@ def test_the_gateway_knows_the_replicas_of_the_compose_file() -> None:
     assert urls == {target for target in listening() if target.startswith("replicas:")}
     assert f"{config.listen.port}:{config.listen.port}" in SERVICES["gateway"]["ports"]
     assert f"127.0.0.1:{config.admin.port}:{config.admin.port}" in SERVICES["gateway"]["ports"]
+
+
+def test_the_gateway_takes_its_command_line_and_configuration() -> None:
+    command, *arguments = SERVICES["gateway"]["command"]
+    parsed = main.commands[command].make_context(command, arguments)
+    mounted = [volume.split(":")[1] for volume in SERVICES["gateway"]["volumes"]]
+    assert [str(parsed.params["config_path"])] == mounted
+    checked = CliRunner().invoke(main, ["check", "-c", str(DEPLOY / "gateway.yaml")])
+    assert checked.exit_code == 0, checked.output
 
 
 def test_prometheus_scrapes_all_of_them() -> None:
