@@ -44,7 +44,8 @@ async def test_stream_bytes_arrive_unchanged() -> None:
 async def test_the_body_is_forwarded_byte_for_byte() -> None:
     replica = await StubReplica().start()
     raw = (
-        b'{ "model":"m",\n\t"messages":[{"role":"user","content":"\\u00e9\xc3\xa9"}], "big":123456789012345678901234567890,'
+        b'{ "model":"m",\n\t"messages":[{"role":"user","content":"\\u00e9\xc3\xa9"}],'
+        b' "big":123456789012345678901234567890,'
         b'"dup":1,"dup":2, "unknown":{"x":[]} ,"temperature":0.10}'
     )
     async with running_gateway([replica]) as gateway, session() as client:

@@ -57,10 +57,8 @@ class Call:
 
     def json(self, payload: Any, status: int = 200, headers: str = "") -> None:
         body = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        self.send(
-            f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n{headers}content-length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n{headers}content-length: {len(body)}\r\n\r\n"
+        self.send(head.encode() + body)
 
     def stream_head(self, framing: str = "transfer-encoding: chunked\r\n") -> None:
         self.send(f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n{framing}\r\n".encode())
