@@ -1,0 +1,124 @@
+"""The baseline policies and predicted_ttft on worked cases."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.catalog import POLICIES, make_policy
+from policies.predicted_ttft import PredictedTTFT
+from policies.types import Candidates, Request
+
+REQUEST = Request(prompt_tokens=1000.0, expected_output_tokens=100.0)
+
+
+def candidates(slots: list[int], **columns: list[float] | list[int]) -> Candidates:
+    size = max(slots) + 1
+    filled: dict[str, list[float]] = {
+        name: [0.0] * size
+        for name in (
+            "in_flight",
+            "prefill_tokens",
+            "prefill_s",
+            "decodes",
+            "kv_tokens",
+            "matched_tokens",
+            "own_prefill_s",
+            "predicted_ttft_s",
+            "decode_delay_s",
+        )
+    }
+    filled["kv_capacity_tokens"] = [1e6] * size
+    for name, values in columns.items():
+        filled[name] = [float(value) for value in values]
+    return Candidates(slots=slots, **filled)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(
+    slots=st.sets(st.integers(0, 11), min_size=1).map(sorted),
+    loads=st.lists(st.integers(0, 9), min_size=12, max_size=12),
+    seed=st.integers(0, 5),
+)
+def test_every_policy_chooses_a_candidate_and_is_deterministic(
+    name: str, slots: list[int], loads: list[int], seed: int
+) -> None:
+    view = candidates(slots, in_flight=loads[: max(slots) + 1], predicted_ttft_s=loads[: max(slots) + 1])
+    first, second = make_policy(name, seed), make_policy(name, seed)
+    for _ in range(5):
+        choice = first.choose(REQUEST, view)
+        assert choice.slot in slots
+        assert choice.reason
+        assert second.choose(REQUEST, view).slot == choice.slot
+
+
+def test_round_robin_takes_turns_and_survives_changes() -> None:
+    policy = make_policy("round_robin")
+    assert [policy.choose(REQUEST, candidates([0, 1, 2])).slot for _ in range(4)] == [0, 1, 2, 0]
+    assert policy.choose(REQUEST, candidates([0, 2])).slot == 2
+    assert policy.choose(REQUEST, candidates([1, 3])).slot == 3
+    assert policy.choose(REQUEST, candidates([1, 3])).slot == 1
+
+
+def test_least_outstanding_breaks_ties_at_random() -> None:
+    policy = make_policy("least_outstanding", seed=1)
+    view = candidates([0, 1, 2, 3], in_flight=[2, 1, 1, 5])
+    chosen = Counter(policy.choose(REQUEST, view).slot for _ in range(200))
+    assert set(chosen) == {1, 2}
+    assert min(chosen.values()) > 60
+
+
+def test_power_of_two_never_takes_the_worst_of_many() -> None:
+    policy = make_policy("power_of_two", seed=1)
+    view = candidates([0, 1, 2], in_flight=[9, 0, 0])
+    assert {policy.choose(REQUEST, view).slot for _ in range(200)} == {1, 2}
+
+
+def test_random_reaches_every_candidate() -> None:
+    policy = make_policy("random", seed=1)
+    assert {policy.choose(REQUEST, candidates([1, 4, 6])).slot for _ in range(200)} == {1, 4, 6}
+
+
+def test_unknown_policy_and_option_are_named() -> None:
+    with pytest.raises(ValueError, match="known: random"):
+        make_policy("nope")
+    with pytest.raises(ValueError, match="bogus"):
+        make_policy("predicted_ttft", 0, {"bogus": 1})
+
+
+def test_predicted_ttft_prefers_the_soonest() -> None:
+    choice = PredictedTTFT().choose(REQUEST, candidates([0, 1], predicted_ttft_s=[0.3, 0.2]))
+    assert choice.slot == 1
+    assert choice.terms["ttft_s"] == 0.2
+
+
+def test_work_has_a_price_beyond_the_wait() -> None:
+    # Slot 0 holds the prefix behind a queue of 0.25 s; slot 1 is idle and would compute 0.2 s anew.
+    view = candidates([0, 1], predicted_ttft_s=[0.26, 0.2], own_prefill_s=[0.01, 0.2])
+    assert PredictedTTFT(prefill_price=0.0).choose(REQUEST, view).slot == 1
+    assert PredictedTTFT(prefill_price=1.0).choose(REQUEST, view).slot == 0
+    # A queue longer than the work it saves twice over is left.
+    view = candidates([0, 1], predicted_ttft_s=[0.50, 0.2], own_prefill_s=[0.01, 0.2])
+    assert PredictedTTFT(prefill_price=1.0).choose(REQUEST, view).slot == 1
+
+
+def test_delay_of_running_decodes_counts() -> None:
+    view = candidates([0, 1], predicted_ttft_s=[0.2, 0.21], decode_delay_s=[3.0, 0.0])
+    assert PredictedTTFT(decode_price=0.0).choose(REQUEST, view).slot == 0
+    assert PredictedTTFT(decode_price=0.02).choose(REQUEST, view).slot == 1
+
+
+def test_overcommitted_memory_counts() -> None:
+    view = candidates(
+        [0, 1], predicted_ttft_s=[0.2, 0.25], kv_tokens=[99_500, 0], kv_capacity_tokens=[100_000, 100_000]
+    )
+    assert PredictedTTFT().choose(REQUEST, view).slot == 1
+
+
+def test_ties_are_drawn_evenly() -> None:
+    policy = PredictedTTFT(seed=3)
+    view = candidates([0, 1, 2, 3], predicted_ttft_s=[0.2, 0.2, 0.2, 0.9])
+    chosen = Counter(policy.choose(REQUEST, view).slot for _ in range(600))
+    assert set(chosen) == {0, 1, 2}
+    assert min(chosen.values()) > 140
