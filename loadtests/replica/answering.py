@@ -1,0 +1,180 @@
+"""From parsed parameters to an answer, whole or streamed, in whatever dialect.
+
+A dialect (chat, completions, ...) knows the bytes; what is here is common to them: submit the prompts, tell
+of tokens in chunks of the stream interval, and give back what is not needed when the client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import orjson
+from aiohttp import web
+
+from loadtests.replica.driver import Generation
+from loadtests.replica.faults import NO_FAULTS
+from loadtests.replica.replica import FAULTS, REPLICA, Replica
+from loadtests.replica.tokens import Tokens
+from loadtests.replica.wire import open_stream
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer to one prompt."""
+
+    index: int
+    prompt: Tokens
+    text: bytes
+    """ASCII, every token the same number of bytes."""
+    max_tokens: int
+    finish_reason: str
+    generation: Generation | None = None
+    sent_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache."""
+        return self.generation.request.cached_tokens if self.generation is not None else 0
+
+
+@dataclass(slots=True)
+class Job:
+    """A request of any generating endpoint, checked."""
+
+    prompts: Sequence[Tokens]
+    max_tokens: Sequence[int]
+    """Per prompt."""
+    root: int
+    natural_end: bool
+    """The answers end by themselves, not because of the client's limit."""
+    n: int = 1
+    stream: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Dialect(Protocol):
+    """How an endpoint writes answers."""
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    def opening(self, choice: Choice) -> list[bytes]:
+        """Events before the first token of a choice."""
+
+    def piece(self, choice: Choice, start: int, end: int) -> list[bytes]:
+        """Events that carry tokens `start` to `end` of a choice, and its end if they are the last."""
+
+    def closing(self, choices: Sequence[Choice]) -> list[bytes]:
+        """Events after the last token of all."""
+
+
+async def answer(request: web.Request, job: Job, dialect: Dialect) -> web.StreamResponse:
+    """Compute a job and answer it."""
+    replica = request.app[REPLICA]
+    choices = _choices(replica, job)
+    replica.metrics.observe("request_params_n", job.n)
+    if job.stream:
+        return await _stream(request, replica, job, choices, dialect)
+    try:
+        await _submit(replica, job, choices)
+    finally:
+        _abandon(replica, choices)
+    return json_response(dialect.whole(choices))
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def answer_id(request: web.Request, prefix: str) -> str:
+    """The id of an answer: the client's request id if it gave one, else random."""
+    return f"{prefix}-{request.headers.get('x-request-id') or os.urandom(8).hex()}"
+
+
+def _choices(replica: Replica, job: Job) -> list[Choice]:
+    choices: list[Choice] = []
+    for prompt, max_tokens in zip(job.prompts, job.max_tokens, strict=True):
+        for number in range(job.n):
+            text = replica.tokenizer.answer(prompt, job.root, number, max_tokens)
+            reason = "stop" if job.natural_end else "length"
+            choices.append(Choice(len(choices), prompt, text, max_tokens, reason))
+    return choices
+
+
+async def _submit(replica: Replica, job: Job, choices: Sequence[Choice]) -> None:
+    for choice in choices:
+        choice.generation = replica.submit(
+            choice.prompt, job.root, choice.text, choice.max_tokens, natural_end=job.natural_end
+        )
+    for choice in choices:
+        assert choice.generation is not None
+        await choice.generation.done
+
+
+def _abandon(replica: Replica, choices: Sequence[Choice]) -> None:
+    """Drop what is not done: the client is gone."""
+    for choice in choices:
+        if choice.generation is not None:
+            replica.driver.abort(choice.generation)
+
+
+async def _stream(
+    request: web.Request, replica: Replica, job: Job, choices: Sequence[Choice], dialect: Dialect
+) -> web.StreamResponse:
+    interval = replica.config.stream_interval
+    faults = request.get(FAULTS, NO_FAULTS)
+    response, wire = await open_stream(request, {"content-type": EVENT_STREAM}, faults)
+
+    def progress(choice: Choice, emitted: int) -> None:
+        sent = choice.sent_tokens
+        events: list[bytes] = []
+        if not sent:
+            events += dialect.opening(choice)
+            events += dialect.piece(choice, 0, 1)
+            sent = 1
+        while emitted - sent >= interval:
+            events += dialect.piece(choice, sent, sent + interval)
+            sent += interval
+        if emitted == choice.max_tokens and sent < emitted:
+            events += dialect.piece(choice, sent, emitted)
+            sent = emitted
+        choice.sent_tokens = sent
+        if events:
+            wire.write(events)
+
+    try:
+        for choice in choices:
+            choice.generation = replica.submit(
+                choice.prompt,
+                job.root,
+                choice.text,
+                choice.max_tokens,
+                natural_end=job.natural_end,
+                on_progress=partial(progress, choice),
+            )
+        done = asyncio.gather(*(choice.generation.done for choice in choices if choice.generation))
+        if wire.ended is None:
+            await done
+        else:
+            await asyncio.wait((done, wire.ended), return_when=asyncio.FIRST_COMPLETED)
+        if wire.ended is not None and wire.ended.done():
+            done.cancel()
+        else:
+            wire.write(dialect.closing(choices))
+            await wire.finish()
+        with suppress(ConnectionResetError):
+            await response.write_eof()
+    finally:
+        wire.close()
+        _abandon(replica, choices)
+    return response
