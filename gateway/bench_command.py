@@ -31,9 +31,7 @@ def bench() -> None:
 )
 @click.option("--max-output-tokens", type=click.IntRange(min=1), help="Cut longer answers to this.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompt text and the policies.")
-@click.option(
-    "--bytes-per-token", type=click.IntRange(min=1), default=4, show_default=True, help="Of the prompt text."
-)
+@click.option("--bytes-per-token", type=click.IntRange(min=1), default=4, show_default=True, help="Of the prompt text.")
 @click.option(
     "--policy",
     default="round_robin,predicted_ttft",
@@ -60,6 +58,9 @@ def bench() -> None:
     show_default=True,
     help="Tokens per streamed chunk of the simulated replicas.",
 )
+@click.option(
+    "--kv-tokens", type=click.IntRange(min=1), help="KV memory of a simulated replica.  [default: its card's]"
+)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
 @click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write a Markdown table.")
 @click.pass_context
@@ -81,6 +82,7 @@ def trace(
     model: str | None,
     speedup: float | None,
     stream_interval: int,
+    kv_tokens: int | None,
     output: Path | None,
     markdown: Path | None,
 ) -> None:
@@ -104,9 +106,7 @@ def trace(
     from loadtests.trace_facts import infinite_cache_hit_rates
 
     if url is not None and context.get_parameter_source("policy") is not click.core.ParameterSource.DEFAULT:
-        raise click.UsageError(
-            "--policy needs a stack of its own: with --url the gateway's policy is measured"
-        )
+        raise click.UsageError("--policy needs a stack of its own: with --url the gateway's policy is measured")
     try:
         arrivals = read_trace(trace_path, requests)
     except TraceError as error:
@@ -132,6 +132,7 @@ def trace(
             model=shape,
             speedup=speedup or 1.0,
             stream_interval=stream_interval,
+            kv_tokens=kv_tokens,
         )
         return [
             await bench_policy(

@@ -54,14 +54,14 @@ async def _run_locust(stack: Stack, model: str, arguments: tuple[str, ...]) -> i
             await process.wait()
 
 
-async def _serve(
-    fleet: FleetOptions | tuple[str, ...], gateway: GatewayOptions, locust: tuple[str, ...] | None
-) -> int:
+async def _serve(fleet: FleetOptions | tuple[str, ...], gateway: GatewayOptions, locust: tuple[str, ...] | None) -> int:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
 
-    stack = Stack(fleet, gateway, echo=lambda name, line: click.echo(f"{name} | {line}"))
+    # Beside Locust's report the gateway's line per request would only be in the way.
+    echo = None if locust is not None else lambda name, line: click.echo(f"{name} | {line}")
+    stack = Stack(fleet, gateway, echo)
 
     def stop() -> None:
         """The first signal asks for an orderly end, the second for an end."""
@@ -115,22 +115,16 @@ _port = click.IntRange(1, 65535)
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--replica", "replica_urls", multiple=True, metavar="URL", help="Use this replica; repeatable.")
-@click.option(
-    "--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Simulated replicas."
-)
+@click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Simulated replicas.")
 @click.option("--replica-processes", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option(
-    "--first-replica-port", type=_port, help="Simulated replicas listen from here on.  [default: 8101]"
-)
+@click.option("--first-replica-port", type=_port, help="Simulated replicas listen from here on.  [default: 8101]")
 @click.option("--hardware", default="h100-sxm", show_default=True, help="Card of the simulated replicas.")
 @click.option("--model", default="llama-3.1-8b", show_default=True, help="Model of the simulated replicas.")
 @click.option("--speedup", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--port", type=_port, help="Port of the gateway.  [default: 8000]")
 @click.option("--admin-port", type=_port, help="Port of the gateway's admin side.  [default: 8001]")
 @click.option("--policy", help="Routing policy; the gateway's default when not given.")
-@click.option(
-    "--run-locust", is_flag=True, help="Run the load test, then stop. Further options go to Locust."
-)
+@click.option("--run-locust", is_flag=True, help="Run the load test, then stop. Further options go to Locust.")
 @click.argument("locust_arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def main(

@@ -31,6 +31,8 @@ class FleetOptions:
     """Engine seconds per wall second."""
     stream_interval: int = 1
     """Tokens per streamed chunk."""
+    kv_tokens: int | None = None
+    """KV memory of each replica; what its card holds when None."""
     extra: tuple[str, ...] = ()
     """Further options of `python -m loadtests.replica`."""
 
@@ -85,6 +87,7 @@ class Stack:
             PortTakenError: a port that was asked for is in use.
             ChildFailedError: a child ended or did not get ready in time.
         """
+        self._check_ports()
         async with AsyncExitStack() as undo:
             await undo.enter_async_context(self._children)
             if isinstance(self._fleet, FleetOptions):
@@ -108,13 +111,21 @@ class Stack:
         """Kill all children at once, for those who cannot wait for an orderly end."""
         self._children.kill()
 
+    def _check_ports(self) -> None:
+        """Fail before anything has started when a port that was asked for is taken."""
+        if self._options.port is not None:
+            check_free(self._options.port, "the gateway", "--port")
+        if self._options.admin_port is not None:
+            check_free(self._options.admin_port, "the gateway's admin side", "--admin-port")
+        if isinstance(self._fleet, FleetOptions) and self._fleet.first_port is not None:
+            for number in range(self._fleet.replicas):
+                check_free(self._fleet.first_port + number, "a simulated replica", "--first-replica-port")
+
     async def _start_fleet(self, fleet: FleetOptions) -> list[str]:
         if fleet.first_port is None:
             ports = free_ports(fleet.replicas)
         else:
             ports = list(range(fleet.first_port, fleet.first_port + fleet.replicas))
-            for port in ports:
-                check_free(port, "a simulated replica", "--first-replica-port")
         processes = min(fleet.processes, fleet.replicas)
         started = [
             await self._children.start(
@@ -124,25 +135,22 @@ class Stack:
             )
             for number in range(processes)
         ]
-        ready = asyncio.gather(*(child.ready() for child in started))
-        await self._children.until("the start of the simulated replicas", ready, self._start_timeout_s)
+
+        async def all_ready() -> None:
+            for child in started:
+                await child.ready()
+
+        await self._children.until("the start of the simulated replicas", all_ready(), self._start_timeout_s)
         return [f"http://{LOOPBACK}:{port}" for port in ports]
 
     async def _start_gateway(self) -> None:
         asked = (self._options.port, self._options.admin_port)
-        for port, purpose, option in zip(
-            asked, ("the gateway", "its admin side"), ("--port", "--admin-port"), strict=True
-        ):
-            if port is not None:
-                check_free(port, purpose, option)
         port, admin_port = (
             given if given is not None else free for given, free in zip(asked, free_ports(2), strict=True)
         )
         self.url = f"http://{LOOPBACK}:{port}"
         self.admin_url = f"http://{LOOPBACK}:{admin_port}"
-        await self._children.start(
-            "gateway", gateway_program(self._options, self.replica_urls, port, admin_port)
-        )
+        await self._children.start("gateway", gateway_program(self._options, self.replica_urls, port, admin_port))
         await self._children.until(
             "the start of the gateway", _answers(f"{self.admin_url}/ready"), self._start_timeout_s
         )
@@ -156,6 +164,8 @@ def replica_program(fleet: FleetOptions, ports: list[int]) -> list[str]:
     program += ["--hardware", fleet.hardware, "--model", fleet.model, "--speedup", f"{fleet.speedup:g}"]
     if fleet.stream_interval != 1:
         program += ["--stream-interval", str(fleet.stream_interval)]
+    if fleet.kv_tokens is not None:
+        program += ["--kv-tokens", str(fleet.kv_tokens)]
     return [*program, *fleet.extra]
 
 

@@ -5,11 +5,11 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -81,11 +81,7 @@ class Child:
     def failure(self) -> ChildFailedError:
         """The error for a child that ended on its own."""
         code = self.process.returncode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code and code < 0
-            else f"exited with status {code}"
-        )
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with status {code}"
         return ChildFailedError(f"{self.name} {how}. {self.last_output()}")
 
     def last_output(self) -> str:
@@ -164,9 +160,7 @@ class ChildGroup:
             ready_line: a line of its output that means it is ready; it is not echoed.
         """
         echo = self._echo
-        child = await Child.start(
-            name, program, None if echo is None else lambda line: echo(name, line), ready_line
-        )
+        child = await Child.start(name, program, None if echo is None else lambda line: echo(name, line), ready_line)
         self._children.append(child)
         return child
 
@@ -185,7 +179,7 @@ class ChildGroup:
                 task.cancel()
         return ends[done.pop()].failure()
 
-    async def until(self, what: str, condition: Awaitable[T], timeout_s: float) -> T:
+    async def until(self, what: str, condition: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Wait for a condition while all children live.
 
         Args:
@@ -196,12 +190,10 @@ class ChildGroup:
         Raises:
             ChildFailedError: a child ended first, or the time is over.
         """
-        wanted = asyncio.ensure_future(condition)
+        wanted = asyncio.create_task(condition)
         failure = asyncio.create_task(self.first_failure())
         try:
-            done, _ = await asyncio.wait(
-                {wanted, failure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait({wanted, failure}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if wanted in done:
                 return wanted.result()
             if failure in done:
@@ -211,3 +203,4 @@ class ChildGroup:
         finally:
             wanted.cancel()
             failure.cancel()
+            await asyncio.wait({wanted, failure})

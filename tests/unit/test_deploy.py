@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from gateway.cli import main
 from gateway.config import load
+from loadtests.replica.__main__ import main as replica
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -64,6 +65,16 @@ def test_the_gateway_takes_its_command_line_and_configuration() -> None:
     assert [str(parsed.params["config_path"])] == mounted
     checked = CliRunner().invoke(main, ["check", "-c", str(DEPLOY / "gateway.yaml")])
     assert checked.exit_code == 0, checked.output
+
+
+def test_the_replicas_take_their_command_line() -> None:
+    assert SERVICES["replicas"]["entrypoint"] == ["python", "-m", "loadtests.replica"]
+    parsed = replica.make_context("replica", list(SERVICES["replicas"]["command"]))
+    config = load(DEPLOY / "gateway.yaml", {})
+    assert (parsed.params["hardware"], parsed.params["model"]) == (config.hardware, config.model)
+    assert parsed.params["host"] == "0.0.0.0"
+    checked = " ".join(SERVICES["replicas"]["healthcheck"]["test"])
+    assert any(f":{port}/health" in checked for port in parsed.params["ports"])
 
 
 def test_prometheus_scrapes_all_of_them() -> None:
