@@ -1,0 +1,261 @@
+"""Work the gateway has sent to each replica and has not seen finished.
+
+Counted at selection, released exactly once, kept in plain columns indexed by replica slot so that a policy
+reads them without a copy. Time is passed in; there is no clock and no I/O here.
+
+Theory of operation
+- A request holds its prefill part (uncached tokens, predicted prefill seconds) until its first token, its KV
+  tokens and its place in flight until it ends. Its Ticket knows what it holds and in which phase it is.
+- Engines prefill first come, first served (vLLM V1's scheduler). The requests before their first token
+  therefore form a queue per slot. Its head is the one being computed, since it was sent or since the last
+  first token of that slot, whichever is later: that much of its work is done already.
+- A slot is used again when a replica leaves and another joins. `retire` starts a new generation; tickets of
+  an older one release nothing.
+- Sums of floats gather dust. Columns are set to exactly 0.0 when nothing is left that could have added to
+  them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_WAITING, _DECODING, _FINISHED = 0, 1, 2
+
+
+class Ticket:
+    """What one attempt of one request holds on one replica."""
+
+    __slots__ = (
+        "_generation",
+        "_kv_tokens",
+        "_ledger",
+        "_phase",
+        "_prefill_s",
+        "_prefill_tokens",
+        "_started_s",
+        "slot",
+    )
+
+    def __init__(
+        self,
+        ledger: "LoadLedger",
+        slot: int,
+        started_s: float,
+        prefill_tokens: float,
+        prefill_s: float,
+        kv_tokens: float,
+    ) -> None:
+        self.slot = slot
+        self._ledger = ledger
+        self._generation = ledger._generations[slot]
+        self._started_s = started_s
+        self._prefill_tokens = prefill_tokens
+        self._prefill_s = prefill_s
+        self._kv_tokens = kv_tokens
+        self._phase = _WAITING
+
+    def first_token(self, now_s: float) -> None:
+        """The first token has been seen: the prefill part is released, the request decodes. Idempotent."""
+        if self._phase != _WAITING:
+            return
+        self._phase = _DECODING
+        ledger, slot = self._ledger, self.slot
+        if ledger._generations[slot] != self._generation:
+            return
+        ledger.decodes[slot] += 1
+        ledger._release_prefill(self, now_s)
+
+    def finish(self, now_s: float | None = None) -> None:
+        """The attempt has ended, in whatever phase: all it still holds is released. Idempotent.
+
+        Args:
+            now_s: when, if known. It matters only for a request that ends before its first token while it is
+                being prefilled: the next one in the queue is then computed from this moment on.
+        """
+        phase = self._phase
+        if phase == _FINISHED:
+            return
+        self._phase = _FINISHED
+        ledger, slot = self._ledger, self.slot
+        if ledger._generations[slot] != self._generation:
+            return
+        if phase == _WAITING:
+            is_head = ledger._heads[slot] is self
+            ledger._release_prefill(self, now_s if is_head else None)
+        else:
+            ledger.decodes[slot] -= 1
+        left = ledger.in_flight[slot] - 1
+        ledger.in_flight[slot] = left
+        ledger.kv_tokens[slot] = max(ledger.kv_tokens[slot] - self._kv_tokens, 0.0) if left else 0.0
+
+
+class LoadLedger:
+    """Outstanding work per replica slot.
+
+    The columns are the same list objects for ever; they only grow. Read them, never write to them.
+    """
+
+    __slots__ = (
+        "_busy_since_s",
+        "_generations",
+        "_heads",
+        "_queues",
+        "decodes",
+        "in_flight",
+        "kv_tokens",
+        "prefill_tokens",
+        "prefill_work_s",
+    )
+
+    def __init__(self) -> None:
+        self.in_flight: list[int] = []
+        """Requests sent and not ended."""
+        self.prefill_tokens: list[float] = []
+        """Uncached prompt tokens of requests before their first token."""
+        self.prefill_work_s: list[float] = []
+        """Predicted prefill seconds of requests before their first token, nothing taken off for progress."""
+        self.decodes: list[int] = []
+        """Requests past their first token."""
+        self.kv_tokens: list[float] = []
+        """Prompt and expected output tokens of requests in flight."""
+        self._generations: list[int] = []
+        # OrderedDict, not dict: finding the first key of a dict after many removals walks over the holes.
+        self._queues: list[OrderedDict[Ticket, None]] = []
+        self._heads: list[Ticket | None] = []
+        # Since when the head of the queue has been computed; meaningless without a head.
+        self._busy_since_s: list[float] = []
+
+    def open(self, slot: int) -> None:
+        """Make sure the columns have an entry for this slot.
+
+        Args:
+            slot: a slot the registry has given to a replica.
+        """
+        while len(self.in_flight) <= slot:
+            self.in_flight.append(0)
+            self.prefill_tokens.append(0.0)
+            self.prefill_work_s.append(0.0)
+            self.decodes.append(0)
+            self.kv_tokens.append(0.0)
+            self._generations.append(0)
+            self._queues.append(OrderedDict())
+            self._heads.append(None)
+            self._busy_since_s.append(0.0)
+
+    def retire(self, slot: int) -> None:
+        """The slot's replica is gone: its columns are zeroed and its tickets release nothing any more."""
+        if slot >= len(self.in_flight):
+            return
+        self._generations[slot] += 1
+        self.in_flight[slot] = 0
+        self.prefill_tokens[slot] = 0.0
+        self.prefill_work_s[slot] = 0.0
+        self.decodes[slot] = 0
+        self.kv_tokens[slot] = 0.0
+        self._queues[slot] = OrderedDict()
+        self._heads[slot] = None
+        self._busy_since_s[slot] = 0.0
+
+    def start(
+        self,
+        slot: int,
+        now_s: float,
+        prompt_tokens: float,
+        uncached_tokens: float,
+        prefill_s: float,
+        output_tokens: float,
+    ) -> Ticket:
+        """Count a request on a replica, at the moment it is selected.
+
+        Args:
+            slot: the replica's slot, opened before.
+            now_s: monotonic seconds.
+            prompt_tokens: tokens of the prompt.
+            uncached_tokens: of those, the ones the replica must compute.
+            prefill_s: predicted seconds for them, alone on the replica.
+            output_tokens: expected tokens of the answer.
+
+        Returns:
+            The ticket through which everything counted here is released.
+        """
+        # A prediction that is not a number must not poison the column for the requests after it.
+        if not 0.0 <= prefill_s < 1e9:
+            prefill_s = 0.0
+        if not 0.0 <= uncached_tokens < 1e12:
+            uncached_tokens = 0.0
+        kv_tokens = prompt_tokens + output_tokens
+        if not 0.0 <= kv_tokens < 1e12:
+            kv_tokens = 0.0
+        ticket = Ticket(self, slot, now_s, uncached_tokens, prefill_s, kv_tokens)
+        self.in_flight[slot] += 1
+        self.prefill_tokens[slot] += uncached_tokens
+        self.prefill_work_s[slot] += prefill_s
+        self.kv_tokens[slot] += kv_tokens
+        self._queues[slot][ticket] = None
+        if self._heads[slot] is None:
+            self._heads[slot] = ticket
+            # An earlier first token on this slot cannot be later than this request.
+            self._busy_since_s[slot] = now_s
+        return ticket
+
+    def prefill_ahead_s(self, slot: int, now_s: float) -> float:
+        """Predicted seconds of prefill still ahead of a request that would be sent to the slot now.
+
+        The outstanding work less the progress of the queue's head, which is at most the head's own work: a
+        prediction that was too short never eats into the work of the others.
+        """
+        head = self._heads[slot]
+        if head is None:
+            return 0.0
+        progress_s = now_s - self._busy_since_s[slot]
+        if progress_s <= 0.0:
+            return self.prefill_work_s[slot]
+        if progress_s > head._prefill_s:
+            progress_s = head._prefill_s
+        ahead_s = self.prefill_work_s[slot] - progress_s
+        return ahead_s if ahead_s > 0.0 else 0.0
+
+    def fill_prefill_ahead_s(self, slots: Sequence[int], now_s: float, column: list[float]) -> None:
+        """Write `prefill_ahead_s` of each of the slots into a column, in one call.
+
+        Args:
+            slots: the slots to compute.
+            now_s: monotonic seconds.
+            column: seconds by slot, long enough for the largest slot; other entries are left alone.
+        """
+        heads = self._heads
+        work_s = self.prefill_work_s
+        since_s = self._busy_since_s
+        for slot in slots:
+            head = heads[slot]
+            if head is None:
+                column[slot] = 0.0
+                continue
+            progress_s = now_s - since_s[slot]
+            if progress_s > head._prefill_s:
+                progress_s = head._prefill_s
+            if progress_s > 0.0:
+                ahead_s = work_s[slot] - progress_s
+                column[slot] = ahead_s if ahead_s > 0.0 else 0.0
+            else:
+                column[slot] = work_s[slot]
+
+    def _release_prefill(self, ticket: Ticket, now_s: float | None) -> None:
+        """Take a ticket out of its slot's queue; `now_s` is when the engine turned to the next, if it did."""
+        slot = ticket.slot
+        queue = self._queues[slot]
+        del queue[ticket]
+        if not queue:
+            self._heads[slot] = None
+            self.prefill_tokens[slot] = 0.0
+            self.prefill_work_s[slot] = 0.0
+            return
+        self.prefill_tokens[slot] = max(self.prefill_tokens[slot] - ticket._prefill_tokens, 0.0)
+        self.prefill_work_s[slot] = max(self.prefill_work_s[slot] - ticket._prefill_s, 0.0)
+        head = next(iter(queue))
+        since_s = self._busy_since_s[slot]
+        if now_s is not None and now_s > since_s:
+            since_s = now_s
+        if head is not self._heads[slot]:
+            self._heads[slot] = head
+            since_s = max(since_s, head._started_s)
+        self._busy_since_s[slot] = since_s
