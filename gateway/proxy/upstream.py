@@ -64,6 +64,7 @@ class ReplicaConnection(asyncio.Protocol):
         "_parser",
         "_pieces",
         "_reason",
+        "_reusable",
         "_until_close",
         "closed",
         "exchange",
@@ -85,6 +86,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._headers: list[Header] = []
         self._pieces: list[bytes] = []
         self._reason = b""
+        self._reusable = False
         self._head: ResponseHead | None = None
         self._complete = False
         self._excess = False
@@ -177,7 +179,7 @@ class ReplicaConnection(asyncio.Protocol):
         if self._complete:
             self.exchange = None
             # A connection with half a request on it cannot carry another.
-            if self._excess or not exchange.request_complete or not self._parser.should_keep_alive():
+            if self._excess or not exchange.request_complete or not self._reusable:
                 self.transport.abort()
             else:
                 self.pool.release(self)
@@ -232,6 +234,8 @@ class ReplicaConnection(asyncio.Protocol):
             self._informational = False
         else:
             self._complete = True
+            # Asked here and not later: llhttp clears the flags it answers from when the next message may begin.
+            self._reusable = self._parser.should_keep_alive()
 
 
 class Dial:

@@ -153,3 +153,14 @@ async def test_metrics_page_has_the_request() -> None:
     assert 'warmgate_ttft_prediction_absolute_error{quantile="0.5",replica="replica-1"}' in page
     assert 'warmgate_replica_in_flight{replica="replica-1"} 0.0' in page
     await replica.stop()
+
+
+async def test_connections_to_replicas_are_reused() -> None:
+    replica = await StubReplica().start()
+    async with running_gateway([replica]) as gateway, session() as client:
+        probes = replica.connections
+        for stream in (False, True, False, True):
+            async with client.post(f"{gateway.url}/v1/chat/completions", json={**CHAT, "stream": stream}) as response:
+                await response.read()
+        assert replica.connections == probes + 1
+    await replica.stop()
