@@ -96,6 +96,8 @@ class AdminServer:
     async def _ready(self, request: web.Request) -> web.Response:
         if self._plane.draining:
             return web.json_response({"status": "draining"}, status=503)
+        if not self._plane.listening:
+            return web.json_response({"status": "starting"}, status=503)
         if not self._plane.router.fleet.any_routable:
             return web.json_response({"status": "no replica can take requests"}, status=503)
         return web.json_response({"status": "ready"})

@@ -237,6 +237,11 @@ class DataPlane:
         self._ended.set()
 
     @property
+    def listening(self) -> bool:
+        """The API port is open."""
+        return bool(self._servers)
+
+    @property
     def open_connections(self) -> int:
         """Client connections now."""
         return len(self._clients)
