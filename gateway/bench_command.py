@@ -91,78 +91,73 @@ def trace(
     Prompts are synthesised: equal block ids of the trace give equal text. Without --url every policy runs
     on a fresh fleet of simulated replicas behind a fresh gateway, so that all start with cold caches.
     """
-    import orjson
     import uvloop
     from rich.console import Console
 
-    from loadtests.bench_compare import bench_policy, bench_running
+    from loadtests.bench_compare import bench_policies, bench_running
     from loadtests.bench_progress import ProgressBars
-    from loadtests.bench_report import markdown as markdown_table
-    from loadtests.bench_report import terminal_table
+    from loadtests.bench_report import terminal_table, write_reports
     from loadtests.bench_summary import PolicySummary
     from loadtests.bench_trace import TraceLoad
     from loadtests.stack import ChildFailedError, FleetOptions, GatewayOptions
     from loadtests.trace import TraceError, read_trace
     from loadtests.trace_facts import infinite_cache_hit_rates
+    from policies.catalog import make_policy
 
+    policies = [name.strip() for name in policy.split(",") if name.strip()]
     if url is not None and context.get_parameter_source("policy") is not click.core.ParameterSource.DEFAULT:
         raise click.UsageError("--policy needs a stack of its own: with --url the gateway's policy is measured")
     try:
+        for name in policies:
+            make_policy(name)  # a misspelt one must not be found after an hour of the others
         arrivals = read_trace(trace_path, requests)
-    except TraceError as error:
+    except (TraceError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+
     ceiling = infinite_cache_hit_rates(arrivals).token
     facts = f"One infinite cache would serve {ceiling:.3f} of these prompt tokens."
-    load = TraceLoad(
-        model=model or "",
-        speed=speed,
-        max_output_tokens=max_output_tokens,
-        seed=seed,
-        bytes_per_token=bytes_per_token,
+    notes = [facts, "    " + shlex.join(["warmgate", *sys.argv[1:]])]
+    load = TraceLoad(model or "", speed, max_output_tokens, seed, bytes_per_token)
+    shape = model or "llama-3.1-8b"
+    fleet = FleetOptions(
+        replicas=replicas,
+        processes=replica_processes,
+        hardware=hardware,
+        model=shape,
+        speedup=speedup or 1.0,
+        stream_interval=stream_interval,
+        kv_tokens=kv_tokens,
+        extra=("--bytes-per-token", str(bytes_per_token)),
     )
+    gateway = GatewayOptions(hardware=hardware, model=shape, seed=seed)
+    summaries: list[PolicySummary] = []
 
-    async def measure(bars: ProgressBars) -> list[PolicySummary]:
-        if url is not None:
-            return [await bench_running(arrivals, load, url, bars.start, admin_url, speedup, api_key)]
-        shape = model or "llama-3.1-8b"
-        fleet = FleetOptions(
-            replicas=replicas,
-            processes=replica_processes,
-            hardware=hardware,
-            model=shape,
-            speedup=speedup or 1.0,
-            stream_interval=stream_interval,
-            kv_tokens=kv_tokens,
-        )
-        return [
-            await bench_policy(
-                arrivals,
-                load,
-                fleet,
-                GatewayOptions(policy=name.strip(), hardware=hardware, model=shape, seed=seed),
-                bars.start,
-            )
-            for name in policy.split(",")
-            if name.strip()
-        ]
+    def keep(summary: PolicySummary) -> None:
+        """Write what there is after every policy, so that a later one's failure loses nothing."""
+        summaries.append(summary)
+        write_reports(summaries, output, markdown, notes)
 
+    async def measure(bars: ProgressBars) -> None:
+        if url is None:
+            await bench_policies(arrivals, load, fleet, gateway, policies, bars.start, keep)
+        else:
+            keep(await bench_running(arrivals, load, url, bars.start, admin_url, speedup, api_key))
+
+    failure: Exception | None = None
     with ProgressBars(Console(stderr=True)) as bars:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                summaries = runner.run(measure(bars))
+                runner.run(measure(bars))
         except (ChildFailedError, RuntimeError) as error:
-            raise click.ClickException(str(error)) from None
+            failure = error
 
-    Console().print(terminal_table(summaries))
-    click.echo(facts)
+    if summaries:
+        Console().print(terminal_table(summaries))
+        click.echo(facts)
     for summary in summaries:
         for kind, count in summary.errors_by_kind.items():
             click.echo(f"{summary.policy}: {count} requests failed: {kind}", err=True)
-    if output is not None:
-        figures = [summary.as_json() for summary in summaries]
-        output.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2) + b"\n")
-    if markdown is not None:
-        command = shlex.join(["warmgate", *sys.argv[1:]])
-        markdown.write_text(markdown_table(summaries, notes=[facts, f"    {command}"]))
+    if failure is not None:
+        raise click.ClickException(str(failure))
     if any(summary.errors == summary.requests for summary in summaries):
         sys.exit(1)

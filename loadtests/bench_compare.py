@@ -43,6 +43,20 @@ async def bench_policy(
     return summarise(run, _policy(run, policy), fleet.speedup, fleet.replicas)
 
 
+async def bench_policies(
+    trace: Sequence[TraceRequest],
+    load: TraceLoad,
+    fleet: FleetOptions,
+    gateway: GatewayOptions,
+    policies: Sequence[str],
+    on_start: OnStart,
+    on_summary: Callable[[PolicySummary], None],
+) -> None:
+    """Run `bench_policy` for one policy after the other; `on_summary` gets each result when it is there."""
+    for policy in policies:
+        on_summary(await bench_policy(trace, load, fleet, replace(gateway, policy=policy), on_start))
+
+
 async def bench_running(
     trace: Sequence[TraceRequest],
     load: TraceLoad,

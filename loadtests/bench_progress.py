@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 
 from loadtests.bench_trace import Progress
@@ -20,13 +20,12 @@ class ProgressBars:
         """Prepare the display; without a terminal it shows nothing."""
         self._bars = Bars(
             TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("in flight {task.fields[in_flight]}"),
-            TextColumn("errors {task.fields[errors]}"),
-            TextColumn("TTFT {task.fields[ttft]:,.0f} ms"),
-            TextColumn("hit rate {task.fields[hit_rate]:.3f}"),
-            TimeElapsedColumn(),
+            BarColumn(bar_width=16),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn(
+                "in flight {task.fields[in_flight]}, errors {task.fields[errors]}, "
+                "TTFT {task.fields[ttft]:,.0f} ms, hit {task.fields[hit_rate]:.3f}"
+            ),
             console=console,
             disable=not console.is_terminal,
         )

@@ -1,7 +1,9 @@
-"""Benchmark summaries as tables, for a terminal and in Markdown, from one list of columns."""
+"""Benchmark summaries as tables, for a terminal and in Markdown, from one list of columns; and as files."""
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+import orjson
 from rich.table import Table
 
 from loadtests.bench_summary import PolicySummary, Times
@@ -86,3 +88,21 @@ def terminal_table(summaries: Sequence[PolicySummary]) -> Table:
     for header, cell in cells:
         table.add_row(header, *(cell(summary) for summary in summaries))
     return table
+
+
+def write_reports(
+    summaries: Sequence[PolicySummary], json_path: Path | None, markdown_path: Path | None, notes: Iterable[str]
+) -> None:
+    """Write the figures to files.
+
+    Args:
+        summaries: one per policy.
+        json_path: gets a list of one object per policy, when given.
+        markdown_path: gets the table, when given.
+        notes: paragraphs below the table.
+    """
+    if json_path is not None:
+        figures = [summary.as_json() for summary in summaries]
+        json_path.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    if markdown_path is not None:
+        markdown_path.write_text(markdown(summaries, notes), encoding="utf-8")

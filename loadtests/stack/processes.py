@@ -26,9 +26,16 @@ class ChildFailedError(RuntimeError):
 class Child:
     """One running program, its output read as it comes."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, output: asyncio.Task[None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        pipe: asyncio.ReadTransport,
+        output: asyncio.Task[None],
+    ) -> None:
         self.name = name
         self.process = process
+        self._pipe = pipe
         self._output = output
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._line_seen = asyncio.Event()
@@ -42,7 +49,7 @@ class Child:
         read_end, write_end = os.pipe()
         lines = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
         try:
-            await asyncio.get_running_loop().connect_read_pipe(
+            pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(read_end, "rb", buffering=0)
             )
             process = await asyncio.create_subprocess_exec(
@@ -63,7 +70,7 @@ class Child:
                 elif echo is not None:
                     echo(text)
 
-        child = cls(name, process, asyncio.create_task(read(), name=f"output of {name}"))
+        child = cls(name, process, pipe, asyncio.create_task(read(), name=f"output of {name}"))
         return child
 
     async def ready(self) -> None:
@@ -102,13 +109,14 @@ class Child:
         """Ask the program to end, and kill what is left of it after `grace_s`."""
         self.send(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.process.wait(), grace_s)
-        except TimeoutError:
-            pass
-        finally:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), grace_s)
             self.send(signal.SIGKILL)  # also what a program that ended well has left behind
-        await self.ended()
-        self._output.cancel()
+            await self.ended()
+        finally:
+            self.send(signal.SIGKILL)
+            self._output.cancel()
+            self._pipe.close()
 
 
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -255,6 +255,12 @@ def test_the_command_refuses_a_policy_for_a_running_gateway(tmp_path: Path) -> N
     assert "--policy" in result.output
 
 
+def test_the_command_knows_a_misspelt_policy_before_it_starts(tmp_path: Path) -> None:
+    result = CliRunner().invoke(bench, ["trace", "x.jsonl", "--policy", "round_robin,predicted_tfft"])
+    assert result.exit_code == 1
+    assert "unknown policy 'predicted_tfft'" in result.output
+
+
 def test_the_command_names_the_bad_line(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0}\n')

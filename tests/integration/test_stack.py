@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from gateway.bench_command import bench
 from loadtests.bench_compare import bench_policy
 from loadtests.bench_trace import TraceLoad
 from loadtests.stack import ChildFailedError, FleetOptions, GatewayOptions, Stack
@@ -48,6 +49,22 @@ async def test_the_benchmark_on_a_stack_of_its_own(tmp_path: Path) -> None:
     assert summary.ttft_prediction.requests == 20
     assert summary.engine is not None
     assert summary.engine.ttft_ms.mean == pytest.approx(20 * summary.wall.ttft_ms.mean)
+
+
+async def test_the_command_compares_policies_and_keeps_what_it_has(tmp_path: Path) -> None:
+    trace, output = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    trace.write_text("\n".join(request.model_dump_json() for request in CONVERSATIONS[:8]))
+    arguments = ["trace", str(trace), "--replicas", "2", "--speedup", "50", "--speed", "20"]
+    arguments += ["--policy", "round_robin,predicted_ttft", "--output", str(output)]
+    result = await asyncio.to_thread(CliRunner().invoke, bench, arguments)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(output.read_text())
+    assert [(run["policy"], run["requests"], run["errors"]) for run in figures] == [
+        ("round_robin", 8, 0),
+        ("predicted_ttft", 8, 0),
+    ]
+    assert {run["speedup"] for run in figures} == {50.0}
+    assert "engine time" in result.output
 
 
 async def test_a_replica_process_that_dies_is_named() -> None:
