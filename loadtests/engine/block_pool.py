@@ -26,9 +26,7 @@ class Segment:
 
     __slots__ = ("hashes", "parent", "references", "sealed", "start")
 
-    def __init__(
-        self, parent: Segment | None, start: int, hashes: list[int], references: int, sealed: bool
-    ) -> None:
+    def __init__(self, parent: Segment | None, start: int, hashes: list[int], references: int, sealed: bool) -> None:
         self.parent = parent
         self.start = start
         self.hashes = hashes

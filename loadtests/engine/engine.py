@@ -115,9 +115,7 @@ class Engine:
         if request.prompt_tokens < 1 or request.max_tokens < 1:
             raise ValueError(f"a request needs a prompt and a token to emit: {request}")
         if self._blocks(request.prompt_tokens + request.max_tokens - 1) > self.pool.total_blocks:
-            raise ValueError(
-                f"{self.limits.kv_capacity_tokens} tokens of KV do not hold the request: {request}"
-            )
+            raise ValueError(f"{self.limits.kv_capacity_tokens} tokens of KV do not hold the request: {request}")
         if request.id in self._requests or request.phase is not Phase.WAITING:
             raise ValueError(f"request {request.id!r} is already known")
         request.hashed_blocks = len(request.block_hashes) if self.limits.enable_prefix_caching else 0
@@ -233,9 +231,7 @@ class Engine:
         request.blocks = blocks
         chunks.append((request, chunk))
 
-    def _schedule_waiting(
-        self, chunks: list[tuple[EngineRequest, int]], admitted: list[EngineRequest]
-    ) -> None:
+    def _schedule_waiting(self, chunks: list[tuple[EngineRequest, int]], admitted: list[EngineRequest]) -> None:
         pool = self.pool
         block_size = self._block_size
         budget = self.limits.max_batched_tokens - len(self._decodes) - sum(chunk for _, chunk in chunks)

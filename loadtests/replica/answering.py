@@ -96,9 +96,9 @@ def json_response(body: object, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
-def answer_id(request: web.Request, prefix: str) -> str:
+def answer_id(request: web.Request, prefix: str, joint: str = "-") -> str:
     """The id of an answer: the client's request id if it gave one, else random."""
-    return f"{prefix}-{request.headers.get('x-request-id') or os.urandom(8).hex()}"
+    return f"{prefix}{joint}{request.headers.get('x-request-id') or os.urandom(8).hex()}"
 
 
 def _choices(replica: Replica, job: Job) -> list[Choice]:

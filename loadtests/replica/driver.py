@@ -90,6 +90,11 @@ class Driver:
         """Generations that are not done."""
         return len(self._generations)
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do and nothing to wake up for."""
+        return self._wake_up is None
+
     def submit(
         self,
         request: EngineRequest,

@@ -12,7 +12,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from loadtests.engine import Engine
-from loadtests.replica import info
+from loadtests.replica import info, pooling
 from loadtests.replica.answering import json_response
 from loadtests.replica.chat import chat_completions
 from loadtests.replica.completions import completions
@@ -20,7 +20,11 @@ from loadtests.replica.config import ReplicaConfig
 from loadtests.replica.control import control_routes, state
 from loadtests.replica.errors import ApiError, error_body
 from loadtests.replica.faults import NO_FAULTS, Faults, FaultSwitch
+from loadtests.replica.generate import generate
+from loadtests.replica.messages import messages
 from loadtests.replica.replica import FAULTS, REPLICA, Replica
+from loadtests.replica.responses import responses
+from loadtests.replica.tokenization import detokenize, render_chat_completion, tokenize
 from loadtests.replica.wire import connection, end_connection, reset
 
 _MAX_BODY_BYTES = 1 << 30
@@ -150,7 +154,18 @@ def _application(replica: Replica) -> web.Application:
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/chat/completions/render", render_chat_completion),
             web.post("/v1/completions", completions),
+            web.post("/v1/responses", responses),
+            web.post("/v1/messages", messages),
+            web.post("/inference/v1/generate", generate),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.post("/v1/embeddings", pooling.embeddings),
+            web.post("/pooling", pooling.pooling),
+            web.post("/classify", pooling.classify),
+            *(web.post(path, pooling.score) for path in ("/score", "/v1/score")),
+            *(web.post(path, pooling.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
             web.get("/v1/models", info.models, allow_head=False),
             web.get("/health", info.health, allow_head=False),
             web.get("/ping", info.ping, allow_head=False),

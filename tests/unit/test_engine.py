@@ -275,12 +275,7 @@ def test_many_decode_steps_in_one_call_equal_single_ones() -> None:
     assert sum(r.steps for r in bulk) == len(singles)
     assert len(bulk) < len(singles) / 10
     assert sum(r.duration_s for r in bulk) == pytest.approx(sum(r.duration_s for r in singles))
-    finishes = [
-        [r.id for r in result.finished]
-        for results in (singles, bulk)
-        for result in results
-        if result.finished
-    ]
+    finishes = [[r.id for r in result.finished] for results in (singles, bulk) for result in results if result.finished]
     assert finishes[:5] == finishes[5:]
     assert one.pool.cached_hashes == many.pool.cached_hashes
 

@@ -130,11 +130,7 @@ class Reference:
         while self.waiting and not preempted and budget and len(self.running) < self.limits.max_sequences:
             sequence = self.waiting[0]
             sequence.target = sequence.prompt_tokens + sequence.emitted
-            chain = (
-                self.chain(sequence, (sequence.target - 1) // size)
-                if self.limits.enable_prefix_caching
-                else []
-            )
+            chain = self.chain(sequence, (sequence.target - 1) // size) if self.limits.enable_prefix_caching else []
             chunk = min(sequence.target - len(chain) * size, budget)
             needed = -(-(len(chain) * size + chunk) // size) - len(chain)
             if needed + sum(block in self.queue for block in chain) > self.free:
@@ -235,9 +231,7 @@ class Scenario:
         rng = self.rng
         history = rng.choice(self.histories)
         room = self.limits.total_blocks * self.limits.block_size_tokens
-        tokens = history[: rng.randint(0, len(history))] + [
-            rng.randint(0, 1) for _ in range(rng.randint(0, 12))
-        ]
+        tokens = history[: rng.randint(0, len(history))] + [rng.randint(0, 1) for _ in range(rng.randint(0, 12))]
         tokens = tokens[: room - 1] or [0]
         max_tokens = rng.randint(1, min(room - len(tokens), rng.choice([1, 4, 30])))
         self.count += 1
@@ -308,9 +302,7 @@ sequence_history: dict[EngineRequest, list[int]] = {}
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    limits=LIMITS, seed=st.integers(0, 1 << 30), actions=st.text("aaassssssssx", min_size=10, max_size=120)
-)
+@given(limits=LIMITS, seed=st.integers(0, 1 << 30), actions=st.text("aaassssssssx", min_size=10, max_size=120))
 def test_engine_does_what_the_plain_rules_say(limits: EngineLimits, seed: int, actions: str) -> None:
     sequence_history.clear()
     scenario = Scenario(limits, seed)
