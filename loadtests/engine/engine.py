@@ -23,6 +23,7 @@ from collections.abc import Iterable
 
 from gateway.estimator.roofline import StepCost, attention_pairs
 from loadtests.engine.block_pool import BlockPool
+from loadtests.engine.bulk import bulk_duration_s, bulk_steps
 from loadtests.engine.decodes import Decodes
 from loadtests.engine.types import EngineLimits, EngineRequest, Phase, StepResult, StoredBlocks
 
@@ -179,8 +180,9 @@ class Engine:
         duration_s = self.cost.step_s(prefill_tokens + decodes, pairs, self._decodes.context_tokens)
         steps = 1
         if max_steps > 1 and not chunks and not preempted:
-            steps = self._further_steps(max_steps, max_duration_s, duration_s)
-            duration_s = self._duration_s(steps, duration_s)
+            steps = bulk_steps(self.cost, self._decodes, self.pool.free_blocks, duration_s, max_steps, max_duration_s)
+            self.pool.take(self._decodes.blocks_needed(1, steps - 1))
+            duration_s = bulk_duration_s(self.cost, self._decodes, steps, duration_s)
 
         stored: list[StoredBlocks] | None = [] if collect else None
         finished = self._finish_decodes(steps, stored)
@@ -262,39 +264,6 @@ class Engine:
             slots -= 1
             chunks.append((request, chunk))
             admitted.append(request)
-
-    def _further_steps(self, max_steps: int, max_duration_s: float, first_s: float) -> int:
-        """How many decode steps to do at once, the first of which is scheduled already.
-
-        A waiting request that does not fit now does not fit before one finishes: the batch, and with it the
-        budget, stays the same, and every block the decodes take is one less for it, be it a free one or one
-        of its own hits.
-        """
-        steps = min(max_steps, self._decodes.steps_to_finish())
-        if max_duration_s < math.inf and steps > 1:
-            steps = self._steps_lasting(steps, max_duration_s, first_s)
-        if steps > 1:
-            steps = 1 + self._decodes.steps_within(1, steps - 1, self.pool.free_blocks)
-            self.pool.take(self._decodes.blocks_needed(1, steps - 1))
-        return steps
-
-    def _duration_s(self, steps: int, first_s: float) -> float:
-        """Of so many decode steps: each reads one token of KV per sequence more than the one before."""
-        more_s = self.cost.kv_s_per_token * len(self._decodes)
-        return steps * first_s + more_s * (steps * (steps - 1) / 2)
-
-    def _steps_lasting(self, limit: int, duration_s: float, first_s: float) -> int:
-        """The least number of decode steps, at most `limit`, that lasts at least `duration_s`."""
-        if self._duration_s(limit, first_s) < duration_s:
-            return limit
-        low, high = 1, limit
-        while low < high:
-            middle = (low + high) >> 1
-            if self._duration_s(middle, first_s) < duration_s:
-                low = middle + 1
-            else:
-                high = middle
-        return low
 
     def _finish_decodes(self, steps: int, stored: list[StoredBlocks] | None) -> list[EngineRequest]:
         decodes = self._decodes

@@ -98,7 +98,13 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 def answer_id(request: web.Request, prefix: str, joint: str = "-") -> str:
     """The id of an answer: the client's request id if it gave one, else random."""
-    return f"{prefix}{joint}{request.headers.get('x-request-id') or os.urandom(8).hex()}"
+    return f"{prefix}{joint}{client_request_id(request) or os.urandom(8).hex()}"
+
+
+def client_request_id(request: web.Request) -> str | None:
+    """The request id the client gave, if it gave one that JSON and headers can carry."""
+    given = request.headers.get("x-request-id")
+    return given if given and given.isascii() and given.isprintable() else None
 
 
 def _choices(replica: Replica, job: Job) -> list[Choice]:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from loadtests.engine import Engine
 from loadtests.replica import info, pooling
-from loadtests.replica.answering import json_response
+from loadtests.replica.answering import client_request_id, json_response
 from loadtests.replica.chat import chat_completions
 from loadtests.replica.completions import completions
 from loadtests.replica.config import ReplicaConfig
@@ -182,7 +182,7 @@ def _application(replica: Replica) -> web.Application:
 async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["server"] = "uvicorn"
     response.headers["vary"] = "Origin"
-    response.headers["x-request-id"] = request.headers.get("x-request-id") or uuid.uuid4().hex
+    response.headers["x-request-id"] = client_request_id(request) or uuid.uuid4().hex
 
 
 @web.middleware

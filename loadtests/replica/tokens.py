@@ -121,12 +121,9 @@ class Tokenizer:
         if width != self.width:
             root ^= _WIDE_ROOT
             answer = b"".join(answer[i : i + self.width].ljust(width, b"\0") for i in range(0, len(answer), self.width))
-        view = memoryview(prompt.data + answer)
+        data = prompt.data + answer
         block_bytes = self._block_size * width
         digest = xxhash.xxh3_64_intdigest
-        hashes = []
         block_hash = root
-        for start in range(0, len(view) - block_bytes + 1, block_bytes):
-            block_hash = digest(view[start : start + block_bytes], block_hash)
-            hashes.append(block_hash)
-        return hashes
+        blocks = struct.iter_unpack(f"{block_bytes}s", data[: len(data) // block_bytes * block_bytes])
+        return [block_hash := digest(block, block_hash) for (block,) in blocks]
