@@ -84,17 +84,36 @@ class Predictor:
         """Prediction errors by slot."""
         self._calibrations: list[Calibration] = []
         self._costs: list[StepCost] = []
+        # The costs and calibrations again, as tuples that the hot loop unpacks at once.
+        self._constants: list[tuple[float, float, float, float, float, Calibration]] = []
 
-    def configure(self, slot: int, replica_class: ReplicaClass) -> None:
-        """Set the class of the replica in a slot; forget what the slot's earlier replica did."""
+    def configure(self, slot: int, replica_class: ReplicaClass, cost: StepCost | None = None) -> None:
+        """Set the class of the replica in a slot; forget what the slot's earlier replica did.
+
+        Args:
+            slot: the replica's slot.
+            replica_class: what it is calibrated with.
+            cost: measured constants to start from instead of those that the class implies.
+        """
         calibration = self.classes.get(replica_class)
         if calibration is None:
             calibration = self.classes[replica_class] = Calibration(known_hardware=replica_class.known)
         while len(self._costs) <= slot:
             self._costs.append(NEUTRAL_COST)
+            self._constants.append((0.0, 0.0, 0.0, 0.0, 0.0, calibration))
             self._calibrations.append(calibration)
             self.errors.append(PredictionErrors())
-        self._costs[slot] = replica_class.cost()
+        if cost is None:
+            cost = replica_class.cost()
+        self._costs[slot] = cost
+        self._constants[slot] = (
+            cost.prefill_s_per_token,
+            cost.attention_s_per_pair,
+            cost.weights_s,
+            cost.kv_s_per_token,
+            cost.overhead_s,
+            calibration,
+        )
         self._calibrations[slot] = calibration
         self.errors[slot] = PredictionErrors()
 
@@ -130,30 +149,33 @@ class Predictor:
             predicted_ttft_s: by slot, written: predicted seconds to the first token.
             decode_delay_s: by slot, written: seconds of delay put on running decodes, summed over them.
         """
-        costs, calibrations, budget = self._costs, self._calibrations, self.token_budget
+        constants, budget = self._constants, self.token_budget
         for slot in slots:
-            cost, calibration = costs[slot], calibrations[slot]
+            per_token, per_pair, weights, per_kv, overhead, calibration = constants[slot]
             factor = calibration.factor
             cached = matched_tokens[slot]
             new = prompt_tokens - cached
-            own = new * (cost.prefill_s_per_token + (cached + new * 0.5) * cost.attention_s_per_pair)
+            own = new * (per_token + (cached + new * 0.5) * per_pair)
             ahead = ahead_s[slot]
             running = decodes[slot]
             steps = int((ahead_tokens[slot] + new) / budget) + 1
-            shared = cost.overhead_s
+            floor = steps * weights
             if running:
-                shared += kv_tokens[slot] * cost.kv_s_per_token + running * cost.prefill_s_per_token
-            work = own + steps * shared
-            if running and ahead == 0.0:
-                work += 0.5 * (cost.weights_s + shared)
-            floor = steps * cost.weights_s
-            total = factor * work + ahead
+                shared = overhead + kv_tokens[slot] * per_kv + running * per_token
+                work = own + steps * shared
+                if ahead == 0.0:
+                    work += 0.5 * (weights + shared)
+                decode_delay_s[slot] = running * factor * own
+            else:
+                work = own + steps * overhead
+                decode_delay_s[slot] = 0.0
             if ahead + factor * own < factor * floor:
                 # So little to compute that reading the weights takes longer.
-                total += factor * (floor - own) - ahead
+                total = factor * (work + floor - own)
+            else:
+                total = factor * work + ahead
             own_prefill_s[slot] = factor * own
             predicted_ttft_s[slot] = calibration.constant_s + total
-            decode_delay_s[slot] = running * factor * own
 
     def work_s(self, slot: int, ttft_s: float) -> float:
         """Return the uncorrected work behind a prediction, to be given back to `observe`."""
