@@ -4,6 +4,7 @@ The observer never changes, delays or splits the bytes. It parses events only un
 after that it keeps references to the last few pieces, because usage stands in the last event before `[DONE]`.
 """
 
+import re
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,10 @@ def parse_usage(usage: Any) -> Usage | None:
     return Usage(prompt, completion, _count(cached))
 
 
+# Usage holds numbers, nulls, arrays of numbers and shallow objects, so its end is the matching brace two levels deep.
+_USAGE = re.compile(rb'"usage":\s*(\{[^{}"]*(?:"[^{}"]*|\{[^{}]*\})*\})')
+
+
 def usage_in(body: bytes) -> Usage | None:
     """Return the last usage object in a JSON body or the tail of an event stream.
 
@@ -65,31 +70,13 @@ def usage_in(body: bytes) -> Usage | None:
     """
     at = body.rfind(b'"usage":')
     while at >= 0:
-        start = at + 8
-        while body[start : start + 1] == b" ":
-            start += 1
-        if body[start : start + 1] == b"{":
-            found = _object_at(body, start)
-            if found is not None:
-                return parse_usage(found)
+        found = _USAGE.match(body, at)
+        if found is not None:
+            try:
+                return parse_usage(orjson.loads(found[1]))
+            except orjson.JSONDecodeError:
+                return None
         at = body.rfind(b'"usage":', 0, at)
-    return None
-
-
-def _object_at(body: bytes, start: int) -> Any:
-    # Usage holds numbers, nulls and shallow objects, so the matching brace is near and no string holds one.
-    depth = 0
-    for i in range(start, min(len(body), start + 4096)):
-        c = body[i]
-        if c == 0x7B:
-            depth += 1
-        elif c == 0x7D:
-            depth -= 1
-            if depth == 0:
-                try:
-                    return orjson.loads(body[start : i + 1])
-                except orjson.JSONDecodeError:
-                    return None
     return None
 
 
