@@ -22,7 +22,7 @@ from loadtests.replica.driver import Generation
 from loadtests.replica.faults import NO_FAULTS
 from loadtests.replica.replica import FAULTS, REPLICA, Replica
 from loadtests.replica.tokens import Tokens
-from loadtests.replica.wire import open_stream
+from loadtests.replica.wire import Wire, open_stream
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -122,9 +122,24 @@ async def _submit(replica: Replica, job: Job, choices: Sequence[Choice]) -> None
         choice.generation = replica.submit(
             choice.prompt, job.root, choice.text, choice.max_tokens, natural_end=job.natural_end
         )
+    await _finished(choices)
+
+
+async def _finished(choices: Sequence[Choice]) -> None:
     for choice in choices:
-        assert choice.generation is not None
-        await choice.generation.done
+        if choice.generation is not None:
+            await choice.generation.done
+
+
+async def _finished_or_ended(choices: Sequence[Choice], wire: Wire) -> None:
+    if wire.ended is None:
+        await _finished(choices)
+        return
+    finished = asyncio.ensure_future(_finished(choices))
+    try:
+        await asyncio.wait((finished, wire.ended), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished.cancel()
 
 
 def _abandon(replica: Replica, choices: Sequence[Choice]) -> None:
@@ -168,14 +183,8 @@ async def _stream(
                 natural_end=job.natural_end,
                 on_progress=partial(progress, choice),
             )
-        done = asyncio.gather(*(choice.generation.done for choice in choices if choice.generation))
-        if wire.ended is None:
-            await done
-        else:
-            await asyncio.wait((done, wire.ended), return_when=asyncio.FIRST_COMPLETED)
-        if wire.ended is not None and wire.ended.done():
-            done.cancel()
-        else:
+        await _finished_or_ended(choices, wire)
+        if wire.ended is None or not wire.ended.done():
             wire.write(dialect.closing(choices))
             await wire.finish()
         with suppress(ConnectionResetError):
