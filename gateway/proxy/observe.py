@@ -60,7 +60,7 @@ def parse_usage(usage: Any) -> Usage | None:
 
 
 # Usage holds numbers, nulls, arrays of numbers and shallow objects, so its end is the matching brace two levels deep.
-_USAGE = re.compile(rb'"usage":\s*(\{[^{}"]*(?:"[^{}"]*|\{[^{}]*\})*\})')
+_USAGE = re.compile(rb'"usage":\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 
 
 def usage_in(body: bytes) -> Usage | None:
