@@ -7,16 +7,20 @@ serves live traffic, shadow scoring and replay in virtual time.
 Columns are plain sequences indexed by *replica slot*, a small integer the registry gives to each replica.
 `Candidates.slots` says which slots may be chosen for this request; the other entries of a column mean nothing.
 
-Two kinds of columns:
+Three kinds of columns:
 - State, kept current by events and shared by all requests: `in_flight`, `prefill_tokens`, `decodes`, ...
 - Per request, computed only when the policy in force declares that it reads them: `matched_tokens`,
   `own_prefill_s`, `predicted_ttft_s`, `decode_delay_s`.
+- Scraped, as old as the engine's last metrics page, copied only when the policy in force declares that it reads
+  them: `engine_waiting`, `engine_running`, `engine_kv_usage`.
+
+A policy that remembers something per slot must also have `forget`: slots are given to other replicas.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Column(StrEnum):
@@ -42,6 +46,12 @@ class Column(StrEnum):
     """Predicted seconds from now to the first token. Per request."""
     DECODE_DELAY_S = "decode_delay_s"
     """Predicted seconds of delay this prefill adds, summed over the replica's running decodes. Per request."""
+    ENGINE_WAITING = "engine_waiting"
+    """Requests in the engine's queue. Scraped; 0 when the engine has not said."""
+    ENGINE_RUNNING = "engine_running"
+    """Requests in the engine's batch. Scraped; 0 when the engine has not said."""
+    ENGINE_KV_USAGE = "engine_kv_usage"
+    """Share of the engine's KV memory in use, 0 to 1. Scraped; 0 when the engine has not said."""
 
 
 @dataclass(slots=True)
@@ -56,6 +66,15 @@ class Request:
     """Hash of the head of the prompt (its first block), 0 when the body has no canonical prompt."""
     session: str | None = None
     """Session key from the configured header or the body's `user`, when there is one."""
+    block_hashes: Sequence[int] = ()
+    """Chained hashes of the prompt's full blocks; each names the whole prefix up to its end. Not to be changed."""
+    block_offsets: Sequence[int] = ()
+    """`block_offsets[k]`: bytes of canonical prompt covered by the first `k` blocks; reaches at least as far as
+    `block_hashes`, and is the same for all prompts. Not to be changed."""
+    canonical_bytes: int = 0
+    """Length of the canonical prompt, the unfinished last block included; 0 when there is none."""
+    now_s: float = 0.0
+    """When the decision is made, in seconds from any fixed moment: data like the rest, of real or simulated time."""
 
 
 @dataclass(slots=True)
@@ -63,7 +82,10 @@ class Candidates:
     """The replicas that may serve a request, as columns indexed by replica slot."""
 
     slots: Sequence[int]
-    """Slots that may be chosen, never empty, in ascending order."""
+    """Slots that may be chosen, never empty, in ascending order. Another selection is another object."""
+    names: Sequence[str] = ()
+    """Names of the replicas by slot, as configured. Unlike slots they are the same on every gateway that is configured
+    alike. Empty where there is only one numbering."""
     in_flight: Sequence[int] = ()
     prefill_tokens: Sequence[float] = ()
     prefill_s: Sequence[float] = ()
@@ -74,6 +96,9 @@ class Candidates:
     own_prefill_s: Sequence[float] = ()
     predicted_ttft_s: Sequence[float] = ()
     decode_delay_s: Sequence[float] = ()
+    engine_waiting: Sequence[int] = ()
+    engine_running: Sequence[int] = ()
+    engine_kv_usage: Sequence[float] = ()
 
 
 @dataclass(slots=True)
@@ -97,5 +122,17 @@ class Policy(Protocol):
         Args:
             request: what is known of the request.
             candidates: the columns declared in `reads`; others may be empty.
+        """
+        ...
+
+
+@runtime_checkable
+class RemembersReplicas(Protocol):
+    """What a policy with state of its own per replica slot offers beside `Policy`."""
+
+    def forget(self, slot: int) -> None:
+        """The slot's replica has left or restarted: nothing known of it holds any more.
+
+        The next replica with this slot may be another one. Slots never seen are to be ignored.
         """
         ...
