@@ -6,11 +6,12 @@ Theory of operation
   prefix map on the assumption that the prompt will be computed there.
 - The returned `Assignment` gives all of it back exactly once, and learns from what was observed.
 - Columns are shared lists indexed by slot. State columns belong to the ledger and are current; the per-request ones
-  are scratch space of the router, valid only while `choose` runs.
+  are scratch space of the router, valid only while `choose` runs; scraped ones are copied now and then.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
+from weakref import WeakSet
 
 from gateway.estimator.predictor import Predictor, ReplicaClass
 from gateway.prefixes.index import PrefixIndex, Record
@@ -22,7 +23,7 @@ from gateway.replicas.breaker import Outcome as AttemptOutcome
 from gateway.replicas.ejection import Attempt, Ejector
 from gateway.replicas.load import LoadLedger, Ticket
 from gateway.replicas.registry import Change, Fleet, Replica
-from policies.types import Candidates, Choice, Column, Policy, Request
+from policies.types import Candidates, Choice, Column, Policy, RemembersReplicas, Request
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,12 @@ DEFAULT_OUTPUT_TOKENS = 256.0
 DEFAULT_CAPACITY_TOKENS = 200_000.0
 """KV capacity assumed until the engine or the hardware says; small, because believing in more than the engine holds is
 what makes approximate routing collapse."""
+
+ENGINE_REFRESH_S = 0.05
+"""How often what the engines' metrics say is copied for policies that read it: often against any scrape interval,
+seldom against requests."""
+
+_ENGINE_COLUMNS = frozenset({Column.ENGINE_WAITING, Column.ENGINE_RUNNING, Column.ENGINE_KV_USAGE})
 
 
 class UnknownModel(LookupError):
@@ -233,7 +240,6 @@ class Router:
         self.index = index
         self.tokens = tokens
         self.predictor = predictor
-        self._policy = policy
         self._schedule = schedule
         self._session_header = session_header.lower().encode() if session_header else None
         self._output_tokens: dict[str, float] = {}
@@ -243,8 +249,15 @@ class Router:
         self._own_s: list[float] = []
         self._ttft_s: list[float] = []
         self._delay_s: list[float] = []
+        self._names: list[str] = []
+        self._waiting: list[int] = []
+        self._running: list[int] = []
+        self._kv_usage: list[float] = []
+        self._engine_read_s = float("-inf")
+        self._remembering: WeakSet[RemembersReplicas] = WeakSet()
         self._candidates = Candidates(
             slots=(),
+            names=self._names,
             in_flight=ledger.in_flight,
             prefill_tokens=ledger.prefill_tokens,
             prefill_s=self._ahead_s,
@@ -255,7 +268,11 @@ class Router:
             own_prefill_s=self._own_s,
             predicted_ttft_s=self._ttft_s,
             decode_delay_s=self._delay_s,
+            engine_waiting=self._waiting,
+            engine_running=self._running,
+            engine_kv_usage=self._kv_usage,
         )
+        self._put_in_force(policy)
         for replica in fleet.replicas.values():
             self._open(replica)
         fleet.on_change(self._changed)
@@ -266,9 +283,21 @@ class Router:
         return self._policy
 
     def use(self, policy: Policy) -> None:
-        """Change the policy; requests already assigned keep theirs."""
-        self._policy = policy
+        """Change the policy; requests already assigned keep theirs.
+
+        The ledger, the prefix map and the predictor go on, so a policy that only reads columns is at its best at
+        once. One that keeps a picture of the replicas in itself starts with what it has: nothing, or what it knew
+        when it was last in force, less the replicas that have left or restarted since.
+        """
+        self._put_in_force(policy)
         logger.info("policy %s is in force", policy.name)
+
+    def _put_in_force(self, policy: Policy) -> None:
+        self._policy = policy
+        self._reads_engine = not _ENGINE_COLUMNS.isdisjoint(policy.reads)
+        self._engine_read_s = float("-inf")
+        if isinstance(policy, RemembersReplicas):
+            self._remembering.add(policy)
 
     # -- the life of a request
 
@@ -307,6 +336,9 @@ class Router:
             expected_output_tokens=output_tokens if key is not None else 0.0,
             prefix_hash=key.head_hash if key is not None else 0,
             session=session,
+            block_hashes=key.hashes if key is not None else (),
+            block_offsets=self._schedule.offsets,
+            canonical_bytes=key.canonical_bytes if key is not None else 0,
         )
         stream = body.stream if body is not None else False
         return Query(model, pool, key, request, stream, max_tokens, model if model != name else None)
@@ -342,6 +374,9 @@ class Router:
             ledger.fill_prefill_ahead_s(slots, now_s, ahead_s)
         if predicts:
             self._predict(slots, query.request.prompt_tokens)
+        if self._reads_engine and now_s - self._engine_read_s >= ENGINE_REFRESH_S:
+            self._read_engines(now_s)
+        query.request.now_s = now_s
         choice = policy.choose(query.request, candidates)
         slot = choice.slot
         replica = fleet.by_slot[slot]
@@ -431,6 +466,16 @@ class Router:
             self._delay_s,
         )
 
+    def _read_engines(self, now_s: float) -> None:
+        """Copy what the engines' metrics last said."""
+        self._engine_read_s = now_s
+        for slot, replica in enumerate(self.fleet.by_slot):
+            if replica is not None:
+                kv = replica.kv
+                self._waiting[slot] = kv.waiting or 0
+                self._running[slot] = kv.running or 0
+                self._kv_usage[slot] = kv.kv_usage or 0.0
+
     # -- the fleet changes
 
     def _changed(self, change: Change, replica: Replica) -> None:
@@ -439,8 +484,10 @@ class Router:
         elif change is Change.REMOVED:
             self.ledger.retire(replica.slot)
             self.index.forget(replica.slot)
+            self._forget(replica.slot)
         elif change is Change.RESTARTED:
             self.index.forget(replica.slot)
+            self._forget(replica.slot)
         elif change is Change.MODELS:
             self._configure(replica)
         if change in (Change.CAPACITY, Change.MODELS, Change.ADDED, Change.RESTARTED):
@@ -452,10 +499,19 @@ class Router:
         while len(self._capacity_tokens) <= slot:
             self._capacity_tokens.append(DEFAULT_CAPACITY_TOKENS)
             self._matched_tokens.append(0.0)
-            for column in (self._ahead_s, self._own_s, self._ttft_s, self._delay_s):
+            for column in (self._ahead_s, self._own_s, self._ttft_s, self._delay_s, self._kv_usage):
                 column.append(0.0)
+            self._waiting.append(0)
+            self._running.append(0)
+            self._names.append("")
+        self._names[slot] = replica.name
+        self._waiting[slot], self._running[slot], self._kv_usage[slot] = 0, 0, 0.0
         self._configure(replica)
         self.set_capacity(replica)
+
+    def _forget(self, slot: int) -> None:
+        for policy in self._remembering:
+            policy.forget(slot)
 
     def _configure(self, replica: Replica) -> None:
         self.predictor.configure(replica.slot, self._class_of(replica))
