@@ -1,0 +1,189 @@
+"""`warmgate replay`: routing policies against a workload in virtual time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("workload", metavar="TRACE|WORKLOAD")
+@click.option(
+    "--policy",
+    "policies",
+    default="random,least_outstanding,predicted_ttft",
+    show_default=True,
+    help="Policies to compare, separated by commas.",
+)
+@click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="Parameter of the workload; repeat.")
+@click.option("--requests", type=click.IntRange(min=1), help="First requests of a trace.  [default: all]")
+@click.option(
+    "--speed",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Arrivals come this many times faster.",
+)
+@click.option("--preset", metavar="NAME", help="A published benchmark's fleet: b2b-saas, b2b-saas-37, h200.")
+@click.option("--replicas", type=click.IntRange(min=1), help="Replicas.  [default: 8]")
+@click.option("--hardware", metavar="CARD[,CARD...]", help="Cards, in turn over the replicas.  [default: h100-sxm]")
+@click.option("--model", metavar="NAME|PATH", help="Model of the replicas.  [default: llama-3.1-8b]")
+@click.option("--tensor-parallel", type=click.IntRange(min=1), help="Cards per replica.  [default: 1]")
+@click.option(
+    "--kv-tokens", type=click.IntRange(min=16), help="KV memory of a replica.  [default: what the card holds]"
+)
+@click.option("--max-batched-tokens", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--max-sequences", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--overhead-ms", type=click.FloatRange(min=0), help="Constant part of every engine step.  [default: 0]")
+@click.option(
+    "--cost",
+    metavar="NAME=VALUE,...",
+    help="Engine constants instead of the roofline's: prefill_s_per_token, attention_s_per_pair, weights_s, "
+    "kv_s_per_token, overhead_s; seconds, or *1.3 for a multiple; scale=1.3 for all.",
+)
+@click.option(
+    "--predictor-cost", metavar="NAME=VALUE,...", help="What the gateway assumes instead of the engine's constants."
+)
+@click.option("--predictor-unknown", is_flag=True, help="The gateway is told neither hardware nor model.")
+@click.option("--announce-output", is_flag=True, help="Requests state the length of their answer as max_tokens.")
+@click.option(
+    "--metrics-staleness",
+    "scrape_interval_s",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two reads of engine metrics; 0 to read them only at the start.",
+)
+@click.option(
+    "--event-delay",
+    "event_delay_s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Until the gateway sees what an engine has done.",
+)
+@click.option("--fail", "ends", multiple=True, metavar="SLOT@SECONDS", help="A replica's process ends; repeat.")
+@click.option("--restart", "starts", multiple=True, metavar="SLOT@SECONDS", help="A new process starts; repeat.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the workload and the policies.")
+@click.option("--slo-ttft-ms", type=click.FloatRange(min=0, min_open=True), default=2000.0, show_default=True)
+@click.option("--slo-tpot-ms", type=click.FloatRange(min=0, min_open=True), default=100.0, show_default=True)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draw TTFT curves (PNG).")
+@click.option("--timing", is_flag=True, help="Print seconds per policy and microseconds per decision.")
+def replay(
+    workload: str,
+    policies: str,
+    params: tuple[str, ...],
+    requests: int | None,
+    speed: float,
+    preset: str | None,
+    replicas: int | None,
+    hardware: str | None,
+    model: str | None,
+    tensor_parallel: int | None,
+    kv_tokens: int | None,
+    max_batched_tokens: int,
+    max_sequences: int,
+    overhead_ms: float | None,
+    cost: str | None,
+    predictor_cost: str | None,
+    predictor_unknown: bool,
+    announce_output: bool,
+    scrape_interval_s: float,
+    event_delay_s: float,
+    ends: tuple[str, ...],
+    starts: tuple[str, ...],
+    seed: int,
+    slo_ttft_ms: float,
+    slo_tpot_ms: float,
+    json_path: Path | None,
+    plot_path: Path | None,
+    timing: bool,
+) -> None:
+    """Run policies on a trace or a workload against engine models, on a simulated clock.
+
+    Routing, load accounting, prefix map and predictor are the gateway's own. The same seed gives the same JSON, byte
+    for byte. TRACE is a file: Mooncake JSONL, sessions in JSONL, vLLM conversations in JSON, or Azure's CSV.
+    """
+    from rich.console import Console
+
+    from loadtests.replay.figures import Slo, figures, ttfts_ms
+    from loadtests.replay.options import FleetOptions, fleet, incidents
+    from loadtests.replay.progress import PolicyBar, progress_bars
+    from loadtests.replay.replay import Replay
+    from loadtests.replay.report import policies_table, stages_table, to_json
+    from loadtests.replay.settings import ReplaySettings
+    from loadtests.workloads.catalog import load_named
+    from policies.catalog import make_policy
+
+    options = FleetOptions(
+        preset=preset,
+        replicas=replicas,
+        hardware=hardware,
+        model=model,
+        tensor_parallel=tensor_parallel,
+        kv_tokens=kv_tokens,
+        cost=cost,
+        overhead_ms=overhead_ms,
+        max_batched_tokens=max_batched_tokens,
+        max_sequences=max_sequences,
+        predictor_cost=predictor_cost,
+        predictor_unknown=predictor_unknown,
+    )
+    names = [name.strip() for name in policies.split(",")]
+    try:
+        engines = fleet(options)
+        settings = ReplaySettings(
+            replicas=engines,
+            seed=seed,
+            speed=speed,
+            scrape_interval_s=scrape_interval_s,
+            event_delay_s=event_delay_s,
+            incidents=incidents(ends, starts, len(engines)),
+            announce_output=announce_output,
+        )
+        for name in names:
+            make_policy(name, seed)
+        load = load_named(workload, params, seed, requests)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    if plot_path is not None:
+        from loadtests.replay.plot import require_matplotlib
+
+        try:
+            require_matplotlib()
+        except ImportError as error:
+            raise click.ClickException(str(error)) from error
+
+    results = []
+    curves: dict[str, list[float]] = {}
+    times: list[str] = []
+    with progress_bars(Console(stderr=True)) as bars:
+        for name in names:
+            began_s = time.process_time()
+            bar = PolicyBar(bars, name, load.requests)
+            result = Replay(load, make_policy(name, seed), settings, bar).run()
+            results.append(figures(result, Slo(slo_ttft_ms, slo_tpot_ms)))
+            if plot_path is not None:
+                curves[name] = ttfts_ms(result)
+            decisions_us = 1e6 * sum(result.decisions_s) / max(len(result.decisions_s), 1)
+            times.append(f"{name}: {time.process_time() - began_s:.1f} s CPU, {decisions_us:.1f} us per decision")
+    if json_path is not None:
+        json_path.write_bytes(to_json(results))
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(policies_table(results))
+    stages = stages_table(results)
+    if stages is not None:
+        console.print(stages)
+    if timing:
+        for line in times:
+            console.print(line, highlight=False)
+    if plot_path is not None:
+        from loadtests.replay.plot import draw
+
+        draw(plot_path, curves, results)

@@ -1,0 +1,373 @@
+"""One policy against one load, from the first arrival to the last answer.
+
+Theory of operation
+- Arrivals, ends of engine steps, incidents and scrapes are events on one clock. At an arrival the gateway's router
+  assigns the request as it would live, and the replica's engine queues it.
+- At the end of a step its tokens are reported to the gateway, which releases and learns, and to the client, who may
+  send the next turn of the session.
+- An engine may do many decode steps as one event, up to the moment before which nothing can come in: the next known
+  arrival or incident, and in closed loops the shortest think time from now.
+- A replica that dies cuts its requests. Those without a first token are tried elsewhere, as the live exchange does with
+  an answer that has not begun, by the same limits.
+"""
+
+import heapq
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from gateway.proxy.failures import TABLE, Cause, Phase
+from gateway.replicas.breaker import Outcome
+from gateway.replicas.scrape import STALE_AFTER_INTERVALS
+from gateway.routing.router import Assignment, NoReplica
+from loadtests.engine import EngineRequest, StepResult
+from loadtests.replay.engines import SimulatedReplica
+from loadtests.replay.events import ARRIVAL, REPORT, Events
+from loadtests.replay.record import RequestRecord, TokenGaps
+from loadtests.replay.settings import ReplaySettings
+from loadtests.replay.wiring import GatewayParts, body_of, wire
+from loadtests.workloads.prompt import Part
+from loadtests.workloads.types import Load, Session, Turn
+from policies.types import Policy
+
+NO_REPLICA = "no_replica"
+
+_REFUSED = TABLE[Phase.CONNECTING, Cause.REFUSED].verdict
+_CUT = TABLE[Phase.WAITING, Cause.RESET].verdict
+
+
+@dataclass(slots=True)
+class StageSpan:
+    """When a stage began, and when its last answer ended."""
+
+    started_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a replay has to tell; `figures` makes sense of it."""
+
+    load: Load
+    policy: str
+    records: list[RequestRecord]
+    """Every request, in order of arrival."""
+    gaps: TokenGaps
+    spans: list[StageSpan]
+    replicas: list[SimulatedReplica]
+    decisions_s: "array[float]"
+    """Wall seconds of each decision, match and prediction included."""
+
+
+class Replay:
+    """Runs one policy on one load.
+
+    Args:
+        load: the requests.
+        policy: a fresh policy.
+        settings: everything else.
+        on_end: called after each request that has ended.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        policy: Policy,
+        settings: ReplaySettings,
+        on_end: Callable[[RequestRecord], None] = lambda record: None,
+    ) -> None:
+        self._load = load
+        self._settings = settings
+        self._on_end = on_end
+        self._events = Events()
+        self._gateway: GatewayParts = wire(settings, policy, self._events)
+        self._router = self._gateway.router
+        self._policy = policy
+        self._replicas = [
+            SimulatedReplica(slot, model, self._events, self._quiet_until)
+            for slot, model in enumerate(settings.replicas)
+        ]
+        for replica in self._replicas:
+            replica.on_step_end = self._step_ended
+        self._in_engines: dict[EngineRequest, RequestRecord] = {}
+        self._records: list[RequestRecord] = []
+        self._gaps = TokenGaps()
+        self._decisions_s = array("d")
+        self._stage = -1
+        self._spans: list[StageSpan] = []
+        self._sessions: Iterator[Session] = iter(())
+        self._open_sessions = 0
+        self._arriving = False
+        self._done = False
+        self._pending_s: list[float] = []
+        """Times of arrivals and incidents to come, as a heap."""
+        self._least_think_s = math.inf
+        self._requests = 0
+
+    def run(self) -> ReplayResult:
+        """Replay the whole load."""
+        events, settings = self._events, self._settings
+        for replica in self._replicas:
+            self._scrape(replica)
+        if settings.scrape_interval_s > 0:
+            for replica in self._replicas:
+                # Spread over the interval, as the live scraper spreads its requests.
+                phase_s = settings.scrape_interval_s * (replica.slot + 1) / len(self._replicas)
+                events.at(phase_s, REPORT, self._scrape_turn, replica)
+        for incident in settings.incidents:
+            heapq.heappush(self._pending_s, incident.at_s)
+            call = self._start_replica if incident.starts else self._end_replica
+            events.at(incident.at_s, REPORT, self._incident, call, self._replicas[incident.slot])
+        self._next_stage()
+        events.run()
+        return ReplayResult(
+            self._load,
+            self._policy.name,
+            self._records,
+            self._gaps,
+            self._spans,
+            self._replicas,
+            self._decisions_s,
+        )
+
+    # -- stages and sessions
+
+    def _next_stage(self) -> None:
+        self._stage += 1
+        if self._stage >= len(self._load.stages):
+            self._done = True
+            return
+        stage = self._load.stages[self._stage]
+        now_s = self._events.now_s
+        self._spans.append(StageSpan(now_s, now_s))
+        thinks_s = [turn.think_s for session in stage.sessions for turn in session.turns[1:]]
+        self._least_think_s = min(thinks_s, default=math.inf)
+        self._sessions = iter(stage.sessions)
+        self._arriving = True
+        self._next_session()
+
+    def _next_session(self) -> None:
+        session = next(self._sessions, None)
+        if session is None:
+            self._arriving = False
+            self._maybe_drained()
+            return
+        self._expect(self._spans[-1].started_s + session.arrival_s / self._settings.speed, session, 0)
+
+    def _expect(self, at_s: float, session: Session, turn_number: int) -> None:
+        heapq.heappush(self._pending_s, at_s)
+        self._events.at(at_s, ARRIVAL, self._arrive, session, turn_number)
+
+    def _maybe_drained(self) -> None:
+        if self._arriving or self._open_sessions:
+            return
+        now_s = self._events.now_s
+        span = self._spans[-1]
+        span.ended_s = now_s
+        least_s = self._load.stages[self._stage].duration_s / self._settings.speed
+        self._events.at(max(now_s, span.started_s + least_s), REPORT, self._next_stage)
+
+    def _session_ended(self) -> None:
+        self._open_sessions -= 1
+        self._maybe_drained()
+
+    def _quiet_until(self) -> float:
+        """Until when no request can reach any replica."""
+        now_s = self._events.now_s
+        quiet_s = now_s + self._least_think_s
+        return min(quiet_s, self._pending_s[0]) if self._pending_s else quiet_s
+
+    # -- a request
+
+    def _arrive(self, session: Session, turn_number: int) -> None:
+        heapq.heappop(self._pending_s)
+        if turn_number == 0:
+            self._open_sessions += 1
+            self._next_session()
+        turn = session.turns[turn_number]
+        key = self._gateway.keys.key(turn.prompt)
+        max_tokens = turn.output_tokens if self._settings.announce_output else None
+        query = self._router.query(body_of(key, session.key, max_tokens), {})
+        record = RequestRecord(session, turn_number, self._stage, self._events.now_s, query)
+        self._records.append(record)
+        self._gateway.retry_budget.deposit()
+        assignment = self._assign(record)
+        if assignment is None:
+            self._end(record, NO_REPLICA)
+            return
+        record.predicted_ttft_s = assignment.predicted_ttft_s
+        self._attempt(record, assignment)
+
+    def _assign(self, record: RequestRecord) -> Assignment | None:
+        began_s = time.perf_counter()
+        try:
+            assignment = self._router.assign(record.query, record.tried, self._events.now_s)
+        except NoReplica:
+            return None
+        self._decisions_s.append(time.perf_counter() - began_s)
+        return assignment
+
+    def _attempt(self, record: RequestRecord, assignment: Assignment) -> None:
+        record.assignment = assignment
+        record.attempts += 1
+        record.slot = assignment.slot
+        record.tried += (assignment.slot,)
+        record.assigned_s = self._events.now_s
+        record.expected_cached_tokens = assignment.expected_cached_tokens
+        replica = self._replicas[assignment.slot]
+        if not replica.alive:
+            self._lost(record, _REFUSED)
+            return
+        request = self._engine_request(record.turn, replica)
+        try:
+            replica.add(request)
+        except ValueError:
+            # A prompt that the engine can never hold: its server answers 400.
+            assignment.finish(self._events.now_s, Outcome.CLIENT_ERROR, None, None, keep_prefix=False)
+            self._end(record, Outcome.CLIENT_ERROR)
+            return
+        record.engine_request = request
+        self._in_engines[request] = record
+
+    def _engine_request(self, turn: Turn, replica: SimulatedReplica) -> EngineRequest:
+        self._requests += 1
+        sequence = turn.prompt.extended(Part(turn.answer, turn.output_tokens, "assistant"))
+        hashes = sequence.names_every(replica.model.limits.block_size_tokens)
+        return EngineRequest(str(self._requests), turn.prompt.tokens, turn.output_tokens, hashes)
+
+    def _lost(self, record: RequestRecord, verdict: Outcome) -> None:
+        """The attempt has failed with its replica: try another, or give up."""
+        failed = record.assignment
+        assert failed is not None
+        retries = self._settings.retries
+        now_s = self._events.now_s
+        streaming = record.first_token_s is not None
+        assignment = None
+        if (
+            not streaming
+            and record.attempts < retries.max_attempts
+            and now_s - record.arrival_s <= retries.within_s
+            and self._gateway.retry_budget.withdraw()
+        ):
+            assignment = self._assign(record)
+        failed.finish(now_s, verdict, None, None, keep_prefix=streaming)
+        if assignment is None:
+            self._end(record, verdict)
+        else:
+            self._attempt(record, assignment)
+
+    def _end(self, record: RequestRecord, error: Outcome | str | None) -> None:
+        now_s = self._events.now_s
+        record.ended_s = now_s
+        record.error = error
+        self._on_end(record)
+        following = record.turn_number + 1
+        if error is not None or following == len(record.session.turns):
+            self._session_ended()
+        else:
+            self._expect(now_s + record.session.turns[following].think_s, record.session, following)
+
+    # -- news of the engines
+
+    def _step_ended(self, replica: SimulatedReplica, result: StepResult, began_s: float) -> None:
+        now_s = self._events.now_s
+        in_engines = self._in_engines
+        if not self._load.stages[self._stage].warm_up:
+            gaps = self._gaps
+            if result.decodes:
+                gaps.add(result.duration_s / result.steps, result.decodes * result.steps)
+            for request in result.preempted:
+                if request.emitted:
+                    gaps.preempted(request, began_s)
+            for request in result.resumed:
+                gaps.resumed(request, now_s)
+        if not result.first_tokens and not result.finished:
+            return
+        first = [(record, record.assignment) for record in map(in_engines.__getitem__, result.first_tokens)]
+        ended = [in_engines.pop(request) for request in result.finished]
+        delay_s = self._settings.event_delay_s
+        if delay_s > 0:
+            self._events.at(now_s + delay_s, REPORT, self._tell, first, ended)
+        else:
+            self._tell(first, ended)
+
+    def _tell(self, first: list[tuple[RequestRecord, Assignment | None]], ended: list[RequestRecord]) -> None:
+        """Tokens reach the gateway, and through it the client."""
+        now_s = self._events.now_s
+        for record, assignment in first:
+            # News of an attempt that was lost meanwhile never arrives.
+            if assignment is not None and record.assignment is assignment and not assignment.finished:
+                record.first_token_s = now_s
+                assignment.first_token(now_s)
+        for record in ended:
+            assignment, request = record.assignment, record.engine_request
+            assert assignment is not None
+            assert request is not None
+            record.cached_tokens = request.cached_tokens
+            assignment.finish(now_s, Outcome.OK, request.prompt_tokens, record.turn.output_tokens, keep_prefix=True)
+            self._end(record, None)
+
+    # -- replicas come and go
+
+    def _incident(self, call: Callable[[SimulatedReplica], None], replica: SimulatedReplica) -> None:
+        heapq.heappop(self._pending_s)
+        call(replica)
+
+    def _end_replica(self, replica: SimulatedReplica) -> None:
+        if not replica.alive:
+            return
+        replica.die()
+        lost = [(request, record) for request, record in self._in_engines.items() if record.slot == replica.slot]
+        for request, _ in lost:
+            del self._in_engines[request]
+            self._gaps.ended(request)
+        for _, record in lost:
+            self._lost(record, _CUT)
+        noticed_s = self._next_probe_s() + (self._settings.health_fall - 1) * self._settings.health_interval_s
+        self._events.at(noticed_s, REPORT, self._probe_refused, replica)
+
+    def _start_replica(self, replica: SimulatedReplica) -> None:
+        if replica.alive:
+            self._end_replica(replica)
+        replica.start()
+        self._events.at(self._next_probe_s(), REPORT, self._probe_answered, replica)
+
+    def _next_probe_s(self) -> float:
+        interval_s = self._settings.health_interval_s
+        return (math.floor(self._events.now_s / interval_s) + 1) * interval_s
+
+    def _probe_refused(self, replica: SimulatedReplica) -> None:
+        if not replica.alive:
+            known = self._gateway.fleet.by_slot[replica.slot]
+            assert known is not None
+            self._gateway.fleet.set_up(known, False)
+
+    def _probe_answered(self, replica: SimulatedReplica) -> None:
+        known = self._gateway.fleet.by_slot[replica.slot]
+        assert known is not None
+        if replica.alive and not known.up:
+            self._gateway.fleet.set_up(known, True)
+            self._scrape(replica)
+
+    def _scrape_turn(self, replica: SimulatedReplica) -> None:
+        if self._done:
+            return
+        known = self._gateway.fleet.by_slot[replica.slot]
+        assert known is not None
+        if known.up:
+            self._scrape(replica)
+        self._events.at(self._events.now_s + self._settings.scrape_interval_s, REPORT, self._scrape_turn, replica)
+
+    def _scrape(self, replica: SimulatedReplica) -> None:
+        fleet = self._gateway.fleet
+        known = fleet.by_slot[replica.slot]
+        assert known is not None
+        if replica.alive:
+            fleet.set_scraped(known, replica.metrics())
+            return
+        scraped_at_s = known.kv.scraped_at_s
+        limit_s = STALE_AFTER_INTERVALS * self._settings.scrape_interval_s
+        if scraped_at_s is not None and self._events.now_s - scraped_at_s > limit_s:
+            fleet.set_scraped(known, known.kv.aged())

@@ -1,0 +1,73 @@
+"""What a replay is run with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gateway.config import Retries
+from gateway.estimator.roofline import StepCost
+from loadtests.engine import EngineLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaModel:
+    """One replica: its engine, and what the gateway is told of it.
+
+    Args:
+        cost: step times of the engine.
+        limits: batch and memory limits of the engine.
+        hardware: card in the gateway's configuration; None to let it learn.
+        model: model shape in the gateway's configuration; None to let it learn.
+        tensor_parallel: cards per replica in the gateway's configuration.
+        assumed_cost: constants the predictor starts from instead of those of `hardware` and `model`.
+    """
+
+    cost: StepCost
+    limits: EngineLimits
+    hardware: str | None = None
+    model: str | None = None
+    tensor_parallel: int = 1
+    assumed_cost: StepCost | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """A replica's process ends, or a new one starts.
+
+    Args:
+        slot: which replica.
+        at_s: when, in simulated seconds.
+        starts: a new process starts (killing the old one, if it still lives) instead of the old one ending.
+    """
+
+    slot: int
+    at_s: float
+    starts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """Everything but workload and policy.
+
+    Args:
+        replicas: one entry each.
+        seed: of the policy.
+        speed: sessions arrive this many times faster than the workload says.
+        scrape_interval_s: age at which the gateway's view of engine metrics is renewed; 0 for once, at the start.
+        event_delay_s: from the end of an engine's step until the gateway, and with it the client, sees its tokens.
+        incidents: replicas that end and start.
+        announce_output: requests state the length of their answer as `max_tokens`.
+        health_interval_s: between two health probes of a replica.
+        health_fall: refused probes in a row that take a replica down.
+        retries: as in the gateway's configuration.
+    """
+
+    replicas: Sequence[ReplicaModel]
+    seed: int = 0
+    speed: float = 1.0
+    scrape_interval_s: float = 1.0
+    event_delay_s: float = 0.0
+    incidents: Sequence[Incident] = ()
+    announce_output: bool = False
+    health_interval_s: float = 2.0
+    health_fall: int = 2
+    retries: Retries = field(default_factory=Retries)

@@ -1,0 +1,117 @@
+"""The gateway's parts, wired as `gateway.app` wires them, around a simulated clock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.estimator.predictor import Predictor, ReplicaClass
+from gateway.estimator.roofline import StepCost
+from gateway.prefixes.index import PrefixIndex
+from gateway.prompt.blocks import BlockSchedule, PromptKey
+from gateway.prompt.body import RequestBody
+from gateway.prompt.tokens import TokensPerByte
+from gateway.proxy.retry_budget import RetryBudget
+from gateway.replicas.breaker import BreakerSettings
+from gateway.replicas.ejection import Ejector
+from gateway.replicas.load import LoadLedger
+from gateway.replicas.registry import Fleet
+from gateway.replicas.spec import ReplicaSpec
+from gateway.routing.router import Router
+from loadtests.replay.events import Events
+from loadtests.replay.settings import ReplaySettings
+from loadtests.workloads.prompt import Prompt
+from policies.types import Policy
+
+MODEL = "replayed"
+BYTES_PER_TOKEN = 4
+"""Canonical bytes that stand for one token: the map's blocks are laid over prompts as they are over live ones."""
+
+
+class TunedPredictor(Predictor):
+    """A predictor that starts from given constants for some slots, right or wrong."""
+
+    def __init__(self, costs: Sequence[StepCost | None], token_budget: int) -> None:
+        super().__init__(token_budget)
+        self._given = costs
+
+    def configure(self, slot: int, replica_class: ReplicaClass, cost: StepCost | None = None) -> None:
+        """Set the class of the replica in a slot, with the slot's own constants if it has any."""
+        super().configure(slot, replica_class, self._given[slot] if cost is None else cost)
+
+
+class PromptKeys:
+    """Keys of prompts, cut where the live gateway cuts them."""
+
+    def __init__(self, schedule: BlockSchedule) -> None:
+        self._schedule = schedule
+        self._positions: list[int] = []
+
+    def key(self, prompt: Prompt) -> PromptKey:
+        """The key of a prompt, as of a body of token ids: its length is known."""
+        length = prompt.tokens * BYTES_PER_TOKEN
+        schedule = self._schedule
+        if schedule.offsets[-1] <= length:
+            while schedule.offsets[-1] <= length:
+                schedule.covered_bytes(len(schedule.offsets))
+            self._positions = []
+        if not self._positions:
+            self._positions = [offset // BYTES_PER_TOKEN for offset in schedule.offsets[1:]]
+        hashes = prompt.names_at(self._positions)
+        return PromptKey(hashes, length, prompt.tokens, 0, hashes[0] if hashes else prompt.name)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayParts:
+    """One gateway without its sockets."""
+
+    fleet: Fleet
+    ejector: Ejector
+    router: Router
+    retry_budget: RetryBudget
+    keys: PromptKeys
+
+
+def wire(settings: ReplaySettings, policy: Policy, events: Events) -> GatewayParts:
+    """Make a gateway for the replicas of a replay; all of them are up."""
+    fleet = Fleet()
+    for number, model in enumerate(settings.replicas):
+        fleet.add(
+            ReplicaSpec(
+                url=f"http://replica-{number}",
+                name=f"replica-{number}",
+                models=(MODEL,),
+                hardware=model.hardware,
+                model_shape=model.model,
+                tensor_parallel=model.tensor_parallel,
+            )
+        )
+    ejector = Ejector(fleet, BreakerSettings(), events.call_later)
+    schedule = BlockSchedule()
+    budget = settings.replicas[0].limits.max_batched_tokens
+    router = Router(
+        fleet,
+        LoadLedger(),
+        ejector,
+        PrefixIndex(schedule),
+        TokensPerByte(),
+        TunedPredictor([model.assumed_cost for model in settings.replicas], budget),
+        policy,
+        schedule,
+    )
+    for replica in fleet.replicas.values():
+        fleet.set_up(replica, True)
+    retries = settings.retries
+    retry_budget = RetryBudget(retries.budget_share, retries.budget_min_per_s, lambda: events.now_s)
+    return GatewayParts(fleet, ejector, router, retry_budget, PromptKeys(schedule))
+
+
+def body_of(key: PromptKey, user: str | None, max_tokens: int | None) -> RequestBody:
+    """The body of a streamed chat request, parsed."""
+    return RequestBody(
+        model=MODEL,
+        stream=True,
+        include_usage=True,
+        max_tokens=max_tokens,
+        n=1,
+        user=user,
+        prompt=key,
+    )
