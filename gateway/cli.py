@@ -13,6 +13,7 @@ import uvloop
 from gateway.bench_command import bench
 from gateway.config import Config, ConfigError, load
 from gateway.estimate_command import estimate
+from gateway.replay_command import replay
 from gateway.version import VERSION
 
 
@@ -63,6 +64,7 @@ def check(config_path: Path | None, replicas: tuple[str, ...]) -> None:
 
 main.add_command(estimate)
 main.add_command(bench)
+main.add_command(replay)
 
 
 def _configuration(
