@@ -21,9 +21,11 @@ REASONS: dict[int, bytes] = {
     429: b"Too Many Requests",
     431: b"Request Header Fields Too Large",
     500: b"Internal Server Error",
+    501: b"Not Implemented",
     502: b"Bad Gateway",
     503: b"Service Unavailable",
     504: b"Gateway Timeout",
+    505: b"HTTP Version Not Supported",
 }
 
 _TYPES: dict[int, str] = {
@@ -36,8 +38,10 @@ _TYPES: dict[int, str] = {
     415: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
+    501: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
+    505: "invalid_request_error",
 }
 
 
@@ -117,6 +121,11 @@ HEAD_TOO_LARGE = GatewayError(431, "The request line and headers are too large."
 HEAD_TIMEOUT = GatewayError(408, "The request head did not arrive in time.", "request_timeout", close=True)
 BODY_TIMEOUT = GatewayError(408, "The request body did not arrive in time.", "request_timeout", close=True)
 BAD_HTTP = GatewayError(400, "The request is not valid HTTP/1.1.", "invalid_http", close=True)
+UNSUPPORTED_VERSION = GatewayError(505, "Use HTTP/1.1 or HTTP/1.0.", "unsupported_http_version", close=True)
+UNKNOWN_METHOD = GatewayError(501, "The request method is not implemented.", "unknown_method", close=True)
+UNKNOWN_CODING = GatewayError(
+    501, "Transfer-Encoding must be `chunked` and nothing else.", "unknown_transfer_coding", close=True
+)
 BAD_TARGET = GatewayError(400, "The request target is not valid.", "invalid_target", close=True)
 BAD_HOST = GatewayError(400, "Exactly one valid Host header is needed.", "invalid_host", close=True)
 NOT_FOUND = GatewayError(404, "There is no such path. The API lives under /v1/.", "not_found")

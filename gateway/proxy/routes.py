@@ -49,6 +49,9 @@ _NEEDS_MODEL = frozenset(
     }
 )
 _MODELS = b"/v1/models"
+_MODELS_BELOW = b"/v1/models/"
+_LOCAL = frozenset({b"/health", b"/ping", _MODELS})
+_JSON = b"application/json"
 
 
 class Routes:
@@ -67,14 +70,13 @@ class Routes:
     def handling(self, head: RequestHead) -> Handling:
         """Say what becomes of a request."""
         path = head.path
-        local = path in (b"/health", b"/ping", _MODELS) or path.startswith(_MODELS + b"/")
-        if local and head.method in (b"GET", b"HEAD"):
+        if (path in _LOCAL or path.startswith(_MODELS_BELOW)) and head.method in (b"GET", b"HEAD"):
             return Handling.LOCAL
         if path in self._blocked:
             return Handling.NOT_FOUND
         if not path.startswith(b"/v1/") and path not in self._passed:
             return Handling.NOT_FOUND
-        if not head.chunked and not head.content_length:
+        if not head.has_body:
             # A POST without a body is a JSON request without JSON: it gets a clear 400.
             return Handling.JSON if head.method == b"POST" and _is_json(head) else Handling.PLAIN
         return Handling.JSON if _is_json(head) else Handling.STREAM
@@ -85,5 +87,8 @@ class Routes:
 
 
 def _is_json(head: RequestHead) -> bool:
-    kind = head.content_type.partition(b";")[0].strip().lower()
-    return kind == b"" or kind == b"application/json" or kind.endswith(b"+json")
+    kind = head.content_type
+    if kind == _JSON:
+        return True
+    kind = kind.partition(b";")[0].strip().lower()
+    return kind == b"" or kind == _JSON or kind.endswith(b"+json")
