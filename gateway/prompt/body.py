@@ -14,7 +14,7 @@ from gateway.prompt.blocks import DEFAULT_SCHEDULE, BlockSchedule, PromptKey, pr
 from gateway.prompt.canonical import canonical_prompt, pool_seed
 
 
-class InvalidBody(ValueError):  # noqa: N818 - a verdict on the client's bytes, raised as such
+class InvalidBody(ValueError):
     """The body cannot be served: answer 400 with these parts of OpenAI's error object."""
 
     def __init__(self, message: str, param: str | None, code: str) -> None:

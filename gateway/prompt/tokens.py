@@ -31,7 +31,7 @@ class _Sums:
 
 
 class TokensPerByte:
-    """Tokens of prompts per model: a ratio of decayed sums, in which long prompts weigh more than short ones."""
+    """Tokens of prompts per model, as a ratio of decayed sums: long prompts weigh more than short ones."""
 
     def __init__(self, memory_samples: float = 200.0, max_models: int = 1024) -> None:
         """Start without knowledge of any model.
@@ -69,9 +69,9 @@ class TokensPerByte:
     def learn(self, model: str, key: PromptKey, prompt_tokens: int) -> None:
         """Take in the engine's count for a prompt.
 
-        Prompts given as token ids teach nothing. A prompt with media teaches how many tokens a medium has; one
-        of plain text the ratio, unless it is very short or its own ratio absurd (as when part of the prompt is
-        not in the body).
+        Prompts given as token ids teach nothing. A prompt with media teaches the tokens of a medium; one
+        of plain text the ratio, unless it is very short or its own ratio absurd (as when part of the prompt
+        is not in the body).
 
         Args:
             model: name under which the prompt was served.
@@ -81,9 +81,7 @@ class TokensPerByte:
         length = key.canonical_bytes
         if key.exact_tokens is not None or prompt_tokens <= 0:
             return
-        if not key.media and (
-            length < _MIN_SAMPLE_BYTES or not _MIN_RATIO <= prompt_tokens / length <= _MAX_RATIO
-        ):
+        if not key.media and (length < _MIN_SAMPLE_BYTES or not _MIN_RATIO <= prompt_tokens / length <= _MAX_RATIO):
             return
         sums = self._models.get(model)
         if sums is None:

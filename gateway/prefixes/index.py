@@ -1,0 +1,369 @@
+"""Which replica holds which prompt prefix, as far as this process knows.
+
+One compressed prefix tree per replica, addressed by hash instead of by walking. A block hash names a whole prefix,
+so a dict from hash to tree segment answers "does the replica hold this prefix" in one step, and because a replica
+that holds a prefix holds all shorter ones, bisecting a prompt's hashes finds the longest match.
+
+Rules that everything here keeps:
+
+- A segment is a run of blocks that were last used by the same request. Requests that share only part of a segment
+  split it; a request that goes on where an unshared segment ends extends it.
+- Segments are ordered by last use, a parent after its children. The first in that order is therefore always a
+  leaf, and evicting block by block from its end is exact LRU with tails before roots, as in vLLM's block pool.
+- What is inserted and touched costs new blocks (in C) plus the segments on the path, never the matched blocks.
+
+There is no map from hash to replicas over all blocks: `_roots` knows who holds a prompt's first block, and only
+those are asked. Forgetting a replica drops its tree; what it leaves in `_roots` is ignored from then on, and
+removed in slices.
+
+Segments refer to each other by number, and keep their hashes in arrays: a million blocks then are nothing to the
+cycle collector, whose full pass would otherwise stop the event loop for 100 ms.
+"""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict, deque
+from typing import Protocol
+
+DEFAULT_CAPACITY_BYTES = 1 << 20
+"""Canonical bytes a replica is believed to hold until it says more: 262,144 tokens of four bytes. Less than common
+deployments have (an 8B model on an 80 GB card holds about 450,000 tokens), because believing in too much is what
+makes approximate routing collapse."""
+
+_SWEEP_PER_INSERT = 64
+
+
+class Schedule(Protocol):
+    """Where prompts are cut into blocks; `gateway.prompt.blocks.BlockSchedule` is one."""
+
+    offsets: list[int]
+
+    def covered_bytes(self, blocks: int) -> int:
+        """Bytes covered by the first `blocks` blocks; `offsets` reaches at least that far afterwards."""
+        ...
+
+
+class _Segment:
+    """A run of blocks of one replica, from depth `start` on."""
+
+    __slots__ = ("children", "hashes", "number", "parent", "start", "used")
+
+    def __init__(self, number: int, hashes: "array[int]", start: int, parent: int) -> None:
+        self.number = number
+        self.hashes = hashes
+        self.start = start
+        self.parent = parent  # 0: none
+        self.children: set[int] | None = None
+        self.used = 0  # by which insertion, last
+
+
+class _Replica:
+    """What one replica is believed to hold."""
+
+    __slots__ = ("blocks", "capacity_bytes", "held_bytes", "last_number", "segments")
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.blocks: dict[int, int] = {}
+        self.segments: OrderedDict[int, _Segment] = OrderedDict()
+        self.last_number = 0
+        self.held_bytes = 0
+        self.capacity_bytes = capacity_bytes
+
+
+class Record:
+    """One insertion, to be undone if the request never reaches prefill."""
+
+    __slots__ = ("_used", "hashes", "matched_blocks", "slot")
+
+    def __init__(self, slot: int, hashes: list[int], matched_blocks: int, used: int) -> None:
+        self.slot = slot
+        self.hashes = hashes
+        self.matched_blocks = matched_blocks
+        """Blocks the replica was believed to hold before."""
+        self._used = used
+
+
+class PrefixIndex:
+    """Block hashes held by each replica slot, least recently used first out.
+
+    All methods are synchronous and meant for one event loop. Hashes are those of `BlockSchedule.hashes`; a
+    record keeps the list it was made with, which must not change afterwards.
+    """
+
+    def __init__(self, schedule: Schedule, default_capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> None:
+        """Make an empty index.
+
+        Args:
+            schedule: gives the length of blocks; all hashes must come from the same one.
+            default_capacity_bytes: canonical bytes a slot may hold until `set_capacity`.
+        """
+        self._schedule = schedule
+        self._default_capacity_bytes = default_capacity_bytes
+        self._replicas: list[_Replica] = []
+        self._roots: dict[int, tuple[int, ...]] = {}
+        self._alone: list[tuple[int]] = []  # shared by all first blocks that one replica holds
+        self._forgotten: deque[tuple[int, _Replica]] = deque()
+        self._clock = 0
+
+    def match(self, hashes: list[int]) -> list[tuple[int, int]]:
+        """Longest prefix held, per replica.
+
+        Args:
+            hashes: the block hashes of a prompt.
+
+        Returns:
+            `(slot, blocks)` for each slot that holds at least the first block, in no order; slots that are no
+            candidates for the request included.
+        """
+        if not hashes:
+            return []
+        holders = self._roots.get(hashes[0])
+        if holders is None:
+            return []
+        matches = []
+        replicas = self._replicas
+        length = len(hashes)
+        backwards: list[int] | None = None
+        depth = 0
+        for slot in holders:
+            blocks = replicas[slot].blocks
+            # Replicas that hold only the common system prompt all end where the last one did.
+            if not (depth and hashes[depth - 1] in blocks and (depth == length or hashes[depth] not in blocks)):
+                if backwards is None:
+                    backwards = hashes[::-1]
+                depth = length - bisect_left(backwards, True, key=blocks.__contains__)
+            if depth:
+                matches.append((slot, depth))
+        return matches
+
+    def insert(self, slot: int, hashes: list[int]) -> Record:
+        """Believe from now on that the replica holds this prompt, and that it was just used.
+
+        Args:
+            slot: replica slot; new slots are made as needed.
+            hashes: the block hashes of the prompt.
+
+        Returns:
+            The record to `undo`, if the replica turns out not to have computed the prompt.
+        """
+        if self._forgotten:
+            self.sweep(_SWEEP_PER_INSERT)
+        replica = self._replica(slot)
+        blocks = replica.blocks
+        segments = replica.segments
+        self._clock = used = self._clock + 1
+        length = len(hashes)
+        matched = _depth(blocks, hashes)
+        record = Record(slot, hashes, matched, used)
+        segment = None
+        if matched:
+            segment = _segment_at(replica, hashes, matched - 1)
+            if segment is None:
+                return record
+            if matched < segment.start + len(segment.hashes):
+                segment = _split(replica, segment, matched)
+        if matched < length:
+            tail = hashes[matched:] if matched else hashes
+            if segment is not None and segment.children is None:
+                segment.hashes.extend(tail)
+            else:
+                segment = _add_segment(replica, segment, array("Q", tail), matched)
+                if not matched:
+                    self._add_root(slot, hashes[0])
+            blocks.update(dict.fromkeys(tail, segment.number))
+            replica.held_bytes += self._schedule.covered_bytes(length) - self._schedule.offsets[matched]
+        while segment is not None:
+            segment.used = used
+            segments.move_to_end(segment.number)
+            segment = segments.get(segment.parent)
+        if replica.held_bytes > replica.capacity_bytes:
+            self._evict(slot, replica)
+        return record
+
+    def undo(self, record: Record) -> None:
+        """Take an insertion back: what it added and no later request has used is gone.
+
+        Evictions it caused and the recency it gave to blocks that were there before stay. Without effect after
+        `forget`, and the second time.
+        """
+        slot, hashes = record.slot, record.hashes
+        replica = self._replicas[slot]
+        depth = _depth(replica.blocks, hashes)
+        while depth > record.matched_blocks:
+            segment = _segment_at(replica, hashes, depth - 1)
+            if segment is None or segment.used != record._used or segment.children is not None:
+                return
+            depth = max(segment.start, record.matched_blocks)
+            self._cut(slot, replica, segment, depth)
+
+    def truncate(self, slot: int, hashes: list[int], depth: int) -> None:
+        """Learn that the replica holds no more than the first `depth` blocks of this prompt.
+
+        Everything that continues the blocks beyond is dropped with them.
+        """
+        if slot >= len(self._replicas) or depth >= len(hashes):
+            return
+        replica = self._replicas[slot]
+        segment = _segment_at(replica, hashes, depth)
+        if segment is None:
+            return
+        below = [segment]
+        for parent in below:
+            below.extend(replica.segments[number] for number in parent.children or ())
+        for child in below[:0:-1]:
+            self._cut(slot, replica, child, child.start)
+        self._cut(slot, replica, segment, depth)
+
+    def forget(self, slot: int) -> None:
+        """Forget all of a replica, its capacity too. The slot may be used again at once."""
+        if slot < len(self._replicas):
+            replica = self._replicas[slot]
+            self._replicas[slot] = _Replica(self._default_capacity_bytes)
+            if replica.segments:
+                self._forgotten.append((slot, replica))
+
+    def sweep(self, budget: int) -> bool:
+        """Free what forgotten replicas left behind; insertions do this too, little by little.
+
+        Args:
+            budget: segments to free at most.
+
+        Returns:
+            Whether anything is left.
+        """
+        while self._forgotten and budget > 0:
+            slot, dead = self._forgotten[0]
+            alive = self._replicas[slot].blocks
+            while dead.segments and budget > 0:
+                budget -= 1
+                _, segment = dead.segments.popitem()
+                if segment.start == 0 and segment.hashes[0] not in alive:
+                    self._remove_root(slot, segment.hashes[0])
+                for block in segment.hashes:
+                    dead.blocks.pop(block, None)
+            if not dead.segments:
+                self._forgotten.popleft()
+        return bool(self._forgotten)
+
+    def set_capacity(self, slot: int, capacity_bytes: int) -> None:
+        """Say how many canonical bytes of prompts the replica's KV memory can hold."""
+        replica = self._replica(slot)
+        replica.capacity_bytes = capacity_bytes
+        if replica.held_bytes > capacity_bytes:
+            self._evict(slot, replica)
+
+    def held_bytes(self, slot: int) -> int:
+        """Canonical bytes the replica is believed to hold."""
+        return self._replicas[slot].held_bytes if slot < len(self._replicas) else 0
+
+    def blocks(self, slot: int) -> int:
+        """Number of blocks the replica is believed to hold."""
+        return len(self._replicas[slot].blocks) if slot < len(self._replicas) else 0
+
+    def _replica(self, slot: int) -> _Replica:
+        replicas = self._replicas
+        while slot >= len(replicas):
+            self._alone.append((len(replicas),))
+            replicas.append(_Replica(self._default_capacity_bytes))
+        return replicas[slot]
+
+    def _add_root(self, slot: int, block: int) -> None:
+        holders = self._roots.get(block)
+        if holders is None:
+            self._roots[block] = self._alone[slot]
+        elif slot not in holders:  # it may be, from before the slot was forgotten
+            self._roots[block] = (*holders, slot)
+
+    def _remove_root(self, slot: int, block: int) -> None:
+        holders = tuple(holder for holder in self._roots.get(block, ()) if holder != slot)
+        if not holders:
+            self._roots.pop(block, None)
+        else:
+            self._roots[block] = self._alone[holders[0]] if len(holders) == 1 else holders
+
+    def _evict(self, slot: int, replica: _Replica) -> None:
+        offsets = self._schedule.offsets
+        segments = replica.segments
+        while replica.held_bytes > replica.capacity_bytes and segments:
+            segment = segments[next(iter(segments))]
+            end = segment.start + len(segment.hashes)
+            # As many of its blocks as may stay.
+            allowed = offsets[end] - (replica.held_bytes - replica.capacity_bytes)
+            depth = max(segment.start, bisect_right(offsets, allowed, segment.start, end) - 1)
+            self._cut(slot, replica, segment, depth)
+
+    def _cut(self, slot: int, replica: _Replica, segment: _Segment, depth: int) -> None:
+        """Drop a leaf's blocks from `depth` on, and the leaf itself when nothing is left of it."""
+        offsets = self._schedule.offsets
+        hashes, start = segment.hashes, segment.start
+        replica.held_bytes -= offsets[start + len(hashes)] - offsets[depth]
+        drop = replica.blocks.pop
+        for block in hashes[depth - start :]:
+            drop(block, None)
+        if depth > start:
+            del hashes[depth - start :]
+            return
+        del replica.segments[segment.number]
+        parent = replica.segments.get(segment.parent)
+        if parent is None:
+            self._remove_root(slot, hashes[0])
+        elif parent.children is not None:
+            parent.children.discard(segment.number)
+            if not parent.children:
+                parent.children = None
+
+
+def _depth(blocks: dict[int, int], hashes: list[int]) -> int:
+    """Number of leading `hashes` among `blocks`."""
+    if not hashes or hashes[0] not in blocks:
+        return 0
+    if hashes[-1] in blocks:
+        return len(hashes)
+    return len(hashes) - bisect_left(hashes[::-1], True, key=blocks.__contains__)
+
+
+def _segment_at(replica: _Replica, hashes: list[int], position: int) -> _Segment | None:
+    """The segment that holds block `position` of a prompt, None if the replica does not hold it.
+
+    None as well when the hash is that of a block at another depth: 60 bits do not collide by chance, but may
+    by intent, and such a prompt is not indexed.
+    """
+    number = replica.blocks.get(hashes[position])
+    if number is None:
+        return None
+    segment = replica.segments[number]
+    inside = position - segment.start
+    if 0 <= inside < len(segment.hashes) and segment.hashes[inside] == hashes[position]:
+        return segment
+    return None
+
+
+def _add_segment(replica: _Replica, parent: _Segment | None, hashes: "array[int]", start: int) -> _Segment:
+    """A new segment, last in order, known to its parent; its blocks are the caller's to enter."""
+    replica.last_number = number = replica.last_number + 1
+    segment = _Segment(number, hashes, start, 0 if parent is None else parent.number)
+    replica.segments[number] = segment
+    if parent is not None:
+        if parent.children is None:
+            parent.children = {number}
+        else:
+            parent.children.add(number)
+    return segment
+
+
+def _split(replica: _Replica, segment: _Segment, depth: int) -> _Segment:
+    """Split a segment at `depth` and return its upper part, as a new segment last in order.
+
+    The lower part keeps its place in the order, and with it its age and its children.
+    """
+    parent = replica.segments.get(segment.parent)
+    inside = depth - segment.start
+    head = _add_segment(replica, parent, segment.hashes[:inside], segment.start)
+    head.children = {segment.number}
+    if parent is not None and parent.children is not None:
+        parent.children.discard(segment.number)
+    segment.hashes = segment.hashes[inside:]
+    segment.start = depth
+    segment.parent = head.number
+    replica.blocks.update(dict.fromkeys(head.hashes, head.number))
+    return head
