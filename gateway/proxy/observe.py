@@ -14,8 +14,18 @@ import orjson
 _MAX_EVENT_BYTES = 1 << 20
 _TAIL_PIECES = 8
 _TAIL_PIECE_BYTES = 8192
-# How streams of the known APIs end: OpenAI, Anthropic messages, OpenAI responses.
-_ENDINGS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+_SMALL_PIECE_BYTES = 64
+# Generated text is inside JSON strings, where line breaks and quotes are escaped. So none of these, with a bare line
+# break or bare quotes, is ever generated text that happens to look like it.
+_ENDINGS = (  # OpenAI, Anthropic messages, OpenAI responses
+    b"\ndata: [DONE]",
+    b"\ndata:[DONE]",
+    b'"type":"message_stop"',
+    b'"type":"response.completed"',
+    b'"type":"response.incomplete"',
+    b'"type":"response.failed"',
+)
+_ERRORS = (b'data: {"error"', b'"type":"error"', b'"type":"response.failed"')
 _TOKEN_FIELDS = (
     "content",
     "reasoning",
@@ -66,16 +76,25 @@ _USAGE = re.compile(rb'"usage":\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 def usage_in(body: bytes) -> Usage | None:
     """Return the last usage object in a JSON body or the tail of an event stream.
 
-    Inside a JSON string the quotes would be escaped, so the raw bytes `"usage":` are always a key.
+    Inside a JSON string the quotes would be escaped, so the raw bytes `"usage":` are always a key. Anthropic's API
+    counts the prompt in its first event and the answer in its last; what is found in both is put together.
     """
+    answer_tokens: int | None = None
     at = body.rfind(b'"usage":')
     while at >= 0:
-        found = _USAGE.match(body, at)
-        if found is not None:
+        match = _USAGE.match(body, at)
+        if match is not None:
             try:
-                return parse_usage(orjson.loads(found[1]))
+                found = orjson.loads(match[1])
             except orjson.JSONDecodeError:
                 return None
+            usage = parse_usage(found)
+            if usage is not None:
+                if answer_tokens is not None:
+                    usage.completion_tokens = answer_tokens
+                return usage
+            if answer_tokens is None:
+                answer_tokens = _count(found.get("output_tokens"))
         at = body.rfind(b'"usage":', 0, at)
     return None
 
@@ -97,9 +116,8 @@ def has_token(event: Any) -> bool:
                 for field in _TOKEN_FIELDS:
                     if delta.get(field):
                         return True
-            if choice.get("text"):
-                return True
-            if delta is None and choice.get("token_ids"):
+            # A token that ends inside a character has an id, if ids are asked for, but no text yet.
+            if choice.get("text") or choice.get("token_ids"):
                 return True
         return False
     kind = event.get("type")
@@ -116,41 +134,59 @@ class StreamObserver:
 
     Attributes:
         first_token_seen: the first generated token has passed.
-        failed: an error event has passed before the first token.
     """
 
-    __slots__ = ("_pending", "_tail", "failed", "first_token_seen")
+    __slots__ = ("_failed", "_finale_seen", "_pending", "_tail", "first_token_seen")
 
     def __init__(self) -> None:
         self._pending = b""
         self._tail: deque[bytes] = deque(maxlen=_TAIL_PIECES)
+        self._failed = False
+        self._finale_seen = False
         self.first_token_seen = False
-        self.failed = False
 
     def feed(self, data: bytes) -> bool:
         """Look at the next bytes of the body; return True exactly once, when the first token is among them."""
-        self._tail.append(data if len(data) <= _TAIL_PIECE_BYTES else data[-_TAIL_PIECE_BYTES:])
+        if _SMALL_PIECE_BYTES <= len(data) <= _TAIL_PIECE_BYTES:
+            self._tail.append(data)
+        else:
+            self._keep(data)
         if self.first_token_seen:
             return False
+        searched = len(self._pending)
         pending = self._pending + data
         start = 0
         while True:
-            end = pending.find(b"\n", start)
+            end = pending.find(b"\n", searched)
             if end < 0:
                 break
             line = pending[start:end]
-            start = end + 1
+            start = searched = end + 1
             if line.startswith(b"data:") and self._look(line[5:]):
-                self.first_token_seen = True
-                self._pending = b""
+                self._first_token()
                 return True
         self._pending = pending[start:] if start else pending
         if len(self._pending) > _MAX_EVENT_BYTES:
             # An event this large is output of some kind; do not hold more of it.
-            self.first_token_seen = True
-            self._pending = b""
+            self._first_token()
             return True
         return False
+
+    def _keep(self, data: bytes) -> None:
+        """Add a piece of unusual size to the tail."""
+        tail = self._tail
+        if len(data) > _TAIL_PIECE_BYTES:
+            self._finale_seen = self._finale_seen or any(ending in data for ending in _ENDINGS)
+            tail.append(data[-_TAIL_PIECE_BYTES:])
+        elif tail and len(tail[-1]) < _TAIL_PIECE_BYTES:
+            # However finely a stream is cut, its last event stays in the tail.
+            tail[-1] += data
+        else:
+            tail.append(data)
+
+    def _first_token(self) -> None:
+        self.first_token_seen = True
+        self._pending = b""
 
     def _look(self, payload: bytes) -> bool:
         try:
@@ -158,19 +194,27 @@ class StreamObserver:
         except orjson.JSONDecodeError:
             return False
         if isinstance(event, dict) and event.get("error"):
-            self.failed = True
+            self._failed = True
         return has_token(event)
 
     def tail(self) -> bytes:
         """Return the last bytes seen, enough to hold the final events."""
         return b"".join(self._tail)
 
+    @property
+    def failed(self) -> bool:
+        """Say whether an error event has passed, before the first token or among the last events."""
+        if self._failed:
+            return True
+        tail = self.tail()
+        return any(error in tail for error in _ERRORS)
+
     def ended_properly(self) -> bool:
         """Say whether the stream closed with the API's own last event, for bodies delimited by connection close."""
-        tail = self.tail()
-        return any(ending in tail for ending in _ENDINGS)
+        tail = b"\n" + self.tail()
+        return self._finale_seen or any(ending in tail for ending in _ENDINGS)
 
     def at_event_boundary(self) -> bool:
         """Say whether the bytes so far end between two events."""
         tail = self.tail()
-        return not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+        return not tail or tail.endswith((b"\n\n", b"\r\n\r\n"))
