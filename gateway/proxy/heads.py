@@ -31,6 +31,7 @@ _EXPECT = 15
 _AUTHORIZATION = 16
 _API_KEY = 17
 _REQUEST_ID = 18
+_UPGRADE = 19
 
 _HOP_BY_HOP = {
     b"connection": _CONNECTION,
@@ -43,7 +44,7 @@ _HOP_BY_HOP = {
     b"te": _OURS,
     b"trailer": _OURS,
     b"transfer-encoding": _TRANSFER_ENCODING,
-    b"upgrade": _OURS,
+    b"upgrade": _UPGRADE,
 }
 
 
@@ -170,6 +171,7 @@ class RequestHead:
         content_length: declared length; None when absent.
         chunked: the body comes in chunks.
         has_body: a body follows the head.
+        upgrade: the client offers another protocol, which is ignored.
         headers: all headers by lower-case name (last value), for policies and options.
         error: the reason to refuse the request, None when it is well formed.
     """
@@ -191,6 +193,7 @@ class RequestHead:
         "path",
         "request_id",
         "target",
+        "upgrade",
         "version_1_0",
     )
 
@@ -244,6 +247,7 @@ class RequestHead:
             self.chunked = True
             self._check_transfer_encoding(found[_TRANSFER_ENCODING])
         self.has_body = self.chunked or bool(self.content_length)
+        self.upgrade = _UPGRADE in found
         if url in _KNOWN_GOOD_TARGETS:
             self.target = self.path = url
         else:
