@@ -6,8 +6,8 @@ stage before has drained and its time is over, as the steps of a rate ladder do.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
 
 from loadtests.workloads.prompt import Prompt
 
@@ -67,6 +67,8 @@ class Load:
 
 class Workload(Protocol):
     """A generator: a frozen dataclass of parameters that draws a load."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def load(self, seed: int) -> Load:
         """Draw the load; equal seeds give equal loads."""
