@@ -6,6 +6,9 @@ import zstandard
 
 from gateway.prompt.body import InvalidBody
 
+# RFC 9659 section 3: as a content coding, zstd needs no larger window; a small body must not ask for more memory.
+_ZSTD_WINDOW_BYTES = 8 << 20
+
 
 def decoded(body: bytes, encoding: bytes, limit_bytes: int) -> bytes:
     """Return the body without its content encoding.
@@ -55,7 +58,8 @@ def _inflate(body: bytes, window_bits: int, limit_bytes: int) -> bytes:
 
 def _zstd(body: bytes, limit_bytes: int) -> bytes:
     # Frames may not state their size, and a stated size is a claim; so it is read in pieces up to the limit.
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body, read_across_frames=True)
+    inflater = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
+    reader = inflater.stream_reader(body, read_across_frames=True)
     data = reader.read(limit_bytes + 1)
     if len(data) > limit_bytes:
         raise _too_large(limit_bytes)
