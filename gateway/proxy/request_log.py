@@ -1,5 +1,6 @@
 """One JSON line per request, written by a thread of its own: a pipe that nobody reads must not stop the event loop."""
 
+import logging
 import sys
 import threading
 from collections import deque
@@ -7,24 +8,29 @@ from typing import IO, Any
 
 import orjson
 
+_log = logging.getLogger(__name__)
+
 _MAX_PENDING = 50_000
 _FLUSH_S = 0.2
+_BATCH = 1000
 
 
 class RequestLog:
     """A bounded queue of records and the thread that writes them.
 
     Attributes:
-        dropped: records lost because the reader of the stream was too slow.
+        dropped: records lost because the reader of the stream was too slow, or has gone.
     """
 
-    def __init__(self, stream: IO[bytes] | None = None) -> None:
+    def __init__(self, stream: IO[bytes] | None = None, max_pending: int = _MAX_PENDING) -> None:
         """Start without a thread.
 
         Args:
             stream: where lines go; standard output by default.
+            max_pending: records kept for a slow reader.
         """
         self._stream: IO[bytes] = stream if stream is not None else sys.stdout.buffer
+        self._max_pending = max_pending
         self._pending: deque[dict[str, Any]] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -37,7 +43,7 @@ class RequestLog:
 
     def add(self, record: dict[str, Any]) -> None:
         """Queue one record; never blocks."""
-        if len(self._pending) >= _MAX_PENDING:
+        if len(self._pending) >= self._max_pending:
             self.dropped += 1
             return
         self._pending.append(record)
@@ -54,18 +60,31 @@ class RequestLog:
             stopping = self._stop.wait(_FLUSH_S)
             try:
                 self._write()
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
                 # Nobody reads any more; requests go on without a log.
+                _log.warning("the request log has ended: %s", error)
+                self._max_pending = 0
+                self.dropped += len(self._pending)
+                self._pending.clear()
                 return
 
     def _write(self) -> None:
         pending = self._pending
         lines: list[bytes] = []
         while pending:
-            lines.append(orjson.dumps(pending.popleft(), option=orjson.OPT_APPEND_NEWLINE, default=str))
-            if len(lines) >= 1000:
+            lines.append(_line(pending.popleft()))
+            if len(lines) >= _BATCH:
                 self._stream.write(b"".join(lines))
                 lines.clear()
         if lines:
             self._stream.write(b"".join(lines))
         self._stream.flush()
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    """Return a record as one line; JSON escapes whatever could end it early."""
+    try:
+        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE, default=str)
+    except orjson.JSONEncodeError:
+        # A field that JSON cannot hold must not cost the others, or the thread.
+        return orjson.dumps({key: ascii(value) for key, value in record.items()}, option=orjson.OPT_APPEND_NEWLINE)
