@@ -10,10 +10,15 @@ from pathlib import Path
 
 import click
 
+from gateway.overhead_command import overhead
+
 
 @click.group()
 def bench() -> None:
-    """Drive a gateway with load and report what clients see."""
+    """Drive a gateway with load and report what clients see, and what it costs."""
+
+
+bench.add_command(overhead)
 
 
 @bench.command()

@@ -171,9 +171,7 @@ def _requests_per_replica(results: Sequence[ChatResult]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def summarise(
-    run: TraceRun, policy: str, speedup: float | None = None, replicas: int | None = None
-) -> PolicySummary:
+def summarise(run: TraceRun, policy: str, speedup: float | None = None, replicas: int | None = None) -> PolicySummary:
     """Compute all figures of a run.
 
     Failed requests count in `errors` and nowhere else.

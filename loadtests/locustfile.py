@@ -13,6 +13,7 @@ import time
 from itertools import count
 from typing import Any
 
+import gevent  # type: ignore[import-untyped]
 import orjson
 import requests
 from locust import HttpUser, events, task
@@ -28,6 +29,7 @@ _SYSTEM_PROMPT_IDS = 1 << 16  # block ids kept for one group's system prompt
 _hooks: Any = events  # Locust does not annotate its event hooks
 _synthesizer = PromptSynthesizer()
 _members = count()
+_ended = count(1)
 
 
 def _add_options(parser: Any) -> None:
@@ -38,6 +40,7 @@ def _add_options(parser: Any) -> None:
     group.add_argument("--question-tokens", type=int, default=100, help="Length of a user message.")
     group.add_argument("--max-tokens", type=int, default=64, help="Length of an answer.")
     group.add_argument("--turns", type=int, default=5, help="Turns of a conversation.")
+    group.add_argument("--conversations", type=int, default=0, help="Stop after so many; 0: when time is up.")
     group.add_argument("--think-time", type=float, default=0.5, help="Mean seconds between turns.")
 
 
@@ -91,8 +94,6 @@ class Conversation(HttpUser):
     def turn(self) -> None:
         """Ask, read the answer as it streams, and remember it."""
         options = self.environment.parsed_options
-        if self.turns >= options.turns:
-            self._begin()
         question = _text(_USER_MESSAGE_IDS + random.getrandbits(32), options.question_tokens)
         self.messages.append({"role": "user", "content": question})
         body = {
@@ -108,6 +109,14 @@ class Conversation(HttpUser):
             return
         self.messages.append({"role": "assistant", "content": answer})
         self.turns += 1
+        if self.turns >= options.turns:
+            self._end()
+
+    def _end(self) -> None:
+        """Begin anew, or end the run when it was the last conversation asked for."""
+        self._begin()
+        if next(_ended) == self.environment.parsed_options.conversations:
+            gevent.spawn(self.environment.runner.quit)  # it ends the users, so none of them can run it
 
     def _ask(self, body: bytes) -> str | None:
         """Send a request and report it; returns the answer, None when it failed."""

@@ -77,9 +77,7 @@ class PromptSynthesizer:
         self.block_bytes = BLOCK_TOKENS * bytes_per_token
         self._salt = _mix(seed & _MASK_64)
         needed = _CORPUS_BYTES + self.block_bytes
-        words = random.Random(seed).choices(
-            _WORDS, k=needed // 2
-        )  # a word and its space are two bytes or more
+        words = random.Random(seed).choices(_WORDS, k=needed // 2)  # a word and its space are two bytes or more
         self._corpus = " ".join(words)[:needed]
 
     def block(self, hash_id: int) -> str:

@@ -211,11 +211,11 @@ async def test_the_command_writes_its_reports(stub: StubGateway, tmp_path: Path)
 
 
 async def locust(url: str, report: Path) -> tuple[int, dict[tuple[str, str], dict[str, Any]]]:
-    """Run two users for a second; returns the exit status and the statistics by type and name."""
+    """Run users for two conversations; returns the exit status and the statistics by type and name."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--host", url),
-        *("--users", "2", "--spawn-rate", "2", "--run-time", "1s", "--think-time", "0.02", "--turns", "3"),
-        *("--prompt-groups", "1", "--max-tokens", "4", "--json-file", str(report.with_suffix(""))),
+        *("--users", "2", "--spawn-rate", "2", "--conversations", "2", "--think-time", "0", "--turns", "3"),
+        *("--prompt-groups", "1", "--max-tokens", "4", "--run-time", "60s", "--json-file", str(report.with_suffix(""))),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
     )
@@ -228,7 +228,7 @@ async def test_locust_users_hold_conversations(stub: StubGateway, tmp_path: Path
     status, statistics = await locust(stub.url, tmp_path / "report.json")
     assert status == 0
     chats = statistics["POST", "/v1/chat/completions"]["num_requests"]
-    assert chats > 2
+    assert chats >= 6
     assert statistics["TTFT", "ms"]["num_requests"] == chats
     assert statistics["TPOT", "ms"]["num_requests"] == chats
     assert statistics["cached", "% of prompt tokens"]["max_response_time"] > 90

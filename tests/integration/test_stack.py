@@ -137,8 +137,8 @@ async def test_the_banner_has_a_line_that_works_and_a_signal_ends_it(number: sig
 
 
 async def test_the_load_test_runs_against_a_stack() -> None:
-    arguments = ["--run-locust", "--replicas", 1, "--speedup", 50, "--users", 2, "--run-time", "1s"]
-    async with command(*arguments, "--think-time", 0.05, "--max-tokens", 4) as process:
+    arguments = ["--run-locust", "--replicas", 1, "--speedup", 50, "--users", 2, "--conversations", 2]
+    async with command(*arguments, "--think-time", 0, "--max-tokens", 4, "--run-time", "60s") as process:
         output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()
     assert "TTFT" in output.decode()

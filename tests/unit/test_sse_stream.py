@@ -111,9 +111,7 @@ def test_an_error_event_is_named() -> None:
 
 
 def test_usage_without_details_has_no_cached_tokens() -> None:
-    usage = event(
-        choices=[], usage={"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": None}
-    )
+    usage = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": None})
     result = observe([ROLE, delta(content="x"), usage, DONE])
     assert (result.error, result.prompt_tokens, result.cached_tokens) == (None, 9, 0)
 

@@ -62,9 +62,7 @@ def test_blocks_that_do_not_cover_the_prompt() -> None:
 
 
 def test_the_text_does_not_depend_on_the_process() -> None:
-    program = (
-        "from loadtests.synthesis import PromptSynthesizer as P; print(P(seed=1).text([3, 4], 700), end='')"
-    )
+    program = "from loadtests.synthesis import PromptSynthesizer as P; print(P(seed=1).text([3, 4], 700), end='')"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert other.stdout == SYNTHESIZER.text([3, 4], 700)
 

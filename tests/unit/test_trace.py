@@ -50,9 +50,7 @@ def test_a_bad_line_says_where_and_what(line: bytes, message: str) -> None:
 
 def test_a_file_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_bytes(
-        b"\n".join([row(timestamp=5, output_length=1), b"", row(timestamp=3), row(timestamp=5)]) + b"\n"
-    )
+    path.write_bytes(b"\n".join([row(timestamp=5, output_length=1), b"", row(timestamp=3), row(timestamp=5)]) + b"\n")
     assert [(r.timestamp, r.output_length) for r in read_trace(path)] == [(3, 7), (5, 1), (5, 7)]
     assert [r.timestamp for r in read_trace(path, limit=1)] == [3]
 
