@@ -275,12 +275,14 @@ class RequestHead:
 
     def _check_transfer_encoding(self, codings: bytes) -> None:
         # RFC 9112 section 6.1: "A server or client that receives an HTTP/1.0 message containing a Transfer-Encoding
-        # header field MUST treat the message as if the framing is faulty". And: "A server that receives a request
-        # message with a transfer coding it does not understand SHOULD respond with 501". Codings before `chunked`
-        # would stay on the body while the header that tells of them is dropped.
-        if self.version_1_0:
+        # header field MUST treat the message as if the framing is faulty". Section 6.3: if "the chunked transfer coding
+        # is not the final encoding [...] the server MUST respond with the 400 (Bad Request) status code". Section 6.1:
+        # "A server that receives a request message with a transfer coding it does not understand SHOULD respond with
+        # 501". A coding below `chunked` would stay on the body while the header that tells of it is dropped.
+        below, _, final = codings.lower().rpartition(b",")
+        if self.version_1_0 or final.strip() != b"chunked":
             self.error = errors.BAD_HTTP
-        elif codings.strip().lower() != b"chunked":
+        elif below:
             self.error = errors.UNKNOWN_CODING
 
     def _read_target(self, url: bytes) -> None:

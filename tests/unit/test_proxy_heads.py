@@ -164,11 +164,16 @@ def test_transfer_encoding_in_http_1_0_is_refused() -> None:
 
 # RFC 9112 section 6.1: "A server that receives a request message with a transfer coding it does not understand SHOULD
 # respond with 501 (Not Implemented)." The header is not forwarded, so a coding below `chunked` would be lost.
-@pytest.mark.parametrize(
-    "codings", [(b"gzip, chunked",), (b"identity", b"chunked"), (b"chunked", b"chunked"), (b"xchunked",)]
-)
-def test_transfer_codings_other_than_chunked_are_refused(codings: tuple[bytes, ...]) -> None:
+@pytest.mark.parametrize("codings", [(b"gzip, chunked",), (b"identity", b"chunked"), (b"chunked", b"chunked")])
+def test_transfer_codings_below_chunked_are_refused(codings: tuple[bytes, ...]) -> None:
     assert request(*((b"Transfer-Encoding", coding) for coding in codings)).error is errors.UNKNOWN_CODING
+
+
+# RFC 9112 section 6.3: "If a Transfer-Encoding header field is present in a request and the chunked transfer coding is
+# not the final encoding [...] the server MUST respond with the 400 (Bad Request) status code".
+@pytest.mark.parametrize("codings", [(b"gzip",), (b"xchunked",), (b"chunked", b"gzip"), (b"chunked;q=1",), (b"",)])
+def test_transfer_codings_that_leave_the_end_open_are_refused(codings: tuple[bytes, ...]) -> None:
+    assert request(*((b"Transfer-Encoding", coding) for coding in codings)).error is errors.BAD_HTTP
 
 
 @pytest.mark.parametrize("value", [b"chunked", b"Chunked", b"CHUNKED \t"])
