@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -261,7 +261,7 @@ def test_real_prompts() -> None:
     assert index.held_bytes(2) == cuts.covered_bytes(len(conversation[1]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 4), max_size=5)), min_size=2, max_size=20))
 def test_forged_collisions_break_nothing(prompts: list[tuple[int, list[int]]]) -> None:
     """Hashes that are no chains at all: answers may be wrong, but the index stays whole and empties."""
@@ -389,4 +389,6 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexAgainstModel = IndexMachine.TestCase
-TestIndexAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestIndexAgainstModel.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,11 +1,14 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from gateway.prompt.blocks import HASH_MASK, BlockSchedule, prompt_key
+
+# Speed is measured elsewhere; a busy machine must not fail a property.
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 schedules = st.builds(
     BlockSchedule,
@@ -38,6 +41,7 @@ def test_without_growth_blocks_are_equal() -> None:
     assert schedule.covered_bytes(512) == 128 * 1024
 
 
+@untimed
 @given(schedules, st.integers(0, 3000))
 def test_no_block_exceeds_its_bounds(schedule: BlockSchedule, length: int) -> None:
     schedule.hashes(bytes(length), 0)
@@ -48,6 +52,7 @@ def test_no_block_exceeds_its_bounds(schedule: BlockSchedule, length: int) -> No
         assert size == schedule.block_bytes or size * growth <= start
 
 
+@untimed
 @given(schedules, st.binary(max_size=600), st.binary(max_size=600), st.integers(0, HASH_MASK))
 def test_longer_data_keeps_the_hashes_of_shorter(schedule: BlockSchedule, data: bytes, more: bytes, seed: int) -> None:
     short = schedule.hashes(data, seed)
@@ -56,6 +61,7 @@ def test_longer_data_keeps_the_hashes_of_shorter(schedule: BlockSchedule, data: 
     assert schedule.covered_bytes(len(short)) <= len(data) < schedule.covered_bytes(len(short) + 1)
 
 
+@untimed
 @given(st.binary(min_size=64, max_size=200), st.integers(0, 63))
 def test_nothing_is_shared_from_a_changed_byte_on(data: bytes, position: int) -> None:
     schedule = BlockSchedule(block_bytes=8, growth=0)

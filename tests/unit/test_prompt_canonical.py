@@ -3,12 +3,15 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gateway.prompt.blocks import BlockSchedule, PromptKey
 from gateway.prompt.body import parse_body
 from gateway.prompt.canonical import canonical_prompt
+
+# Speed is measured elsewhere; a busy machine must not fail a property.
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, GENERATE = "/v1/messages", "/inference/v1/generate"
@@ -100,6 +103,7 @@ def rewrite(value: object, rng: random.Random) -> object:
     return value
 
 
+@untimed
 @given(conversations, conversations)
 def test_next_turn_extends(conversation: list[Json], turns: list[Json]) -> None:
     before, after = chat(*conversation), chat(*conversation, *turns)
@@ -108,11 +112,13 @@ def test_next_turn_extends(conversation: list[Json], turns: list[Json]) -> None:
     assert key(after).hashes[: len(hashes)] == hashes
 
 
+@untimed
 @given(conversations, conversations)
 def test_equal_bytes_mean_equal_conversations(first: list[Json], second: list[Json]) -> None:
     assert (data(chat(*first)) == data(chat(*second))) == (normal(first) == normal(second))
 
 
+@untimed
 @given(conversations, st.randoms(use_true_random=False), st.booleans(), st.sampled_from([None, 1, "\t"]))
 def test_how_the_json_is_written_does_not_matter(
     conversation: list[Json], rng: random.Random, escape: bool, indent: int | str | None
@@ -281,6 +287,7 @@ def test_a_string_is_one_text_part_and_nulls_are_absent() -> None:
     assert data(plain) == data(chat(marked))
 
 
+@untimed
 @given(texts, texts)
 def test_text_completions_extend(text: str, more: str) -> None:
     before, after = {"prompt": text}, {"prompt": text + more}
@@ -288,6 +295,7 @@ def test_text_completions_extend(text: str, more: str) -> None:
     assert (data(after, COMPLETIONS) == data(before, COMPLETIONS)) == (not more)
 
 
+@untimed
 @given(st.lists(texts, min_size=1, max_size=4), st.lists(texts, min_size=1, max_size=4))
 def test_lists_of_texts_are_told_apart(first: list[str], second: list[str]) -> None:
     same = data({"prompt": first}, COMPLETIONS) == data({"prompt": second}, COMPLETIONS)
@@ -301,6 +309,7 @@ def test_a_list_of_one_text_is_that_text() -> None:
 token_ids = st.lists(st.integers(0, 2**32 - 2), min_size=1, max_size=30)
 
 
+@untimed
 @given(token_ids, token_ids)
 def test_token_ids_extend_and_are_counted(ids: list[int], more: list[int]) -> None:
     before, after = key({"prompt": ids}, COMPLETIONS), key({"prompt": ids + more}, COMPLETIONS)
@@ -308,6 +317,7 @@ def test_token_ids_extend_and_are_counted(ids: list[int], more: list[int]) -> No
     assert (before.exact_tokens, after.exact_tokens) == (len(ids), len(ids) + len(more))
 
 
+@untimed
 @example([[1, 2], [3]], [[1], [2, 3]])
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1), min_size=1),
