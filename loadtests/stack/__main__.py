@@ -12,7 +12,7 @@ import uvloop
 from loadtests.sse_client import ChatClient
 from loadtests.stack.launch import FleetOptions, GatewayOptions, Stack
 from loadtests.stack.ports import PortTakenError
-from loadtests.stack.processes import ChildFailedError
+from loadtests.stack.processes import ChildFailedError, bound_to_this_process
 
 _LOCUSTFILE = Path(__file__).parent.parent / "locustfile.py"
 _LOCUST_DEFAULTS = ("--users", "8", "--spawn-rate", "8", "--run-time", "20s")
@@ -42,10 +42,9 @@ Metrics: {stack.admin_url}/metrics    Stop: Ctrl-C
 
 async def _run_locust(stack: Stack, model: str, arguments: tuple[str, ...]) -> int:
     """Run the load test to its end; returns its exit status."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "locust", "--locustfile", str(_LOCUSTFILE), "--headless", "--only-summary"),
-        *("--host", stack.url, "--model", model, *_LOCUST_DEFAULTS, *arguments),
-    )
+    locust = [sys.executable, "-m", "locust", "--locustfile", str(_LOCUSTFILE), "--headless", "--only-summary"]
+    options = ["--host", stack.url, "--model", model, *_LOCUST_DEFAULTS, *arguments]
+    process = await asyncio.create_subprocess_exec(*bound_to_this_process([*locust, *options]))
     try:
         return await process.wait()
     finally:

@@ -19,6 +19,11 @@ _LINE_LIMIT_BYTES = 1 << 20
 _DRAIN_S = 2.0
 
 
+def bound_to_this_process(program: Sequence[str]) -> list[str]:
+    """Command line of a program that ends when this process does; see `child.py`."""
+    return [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), *program]
+
+
 class ChildFailedError(RuntimeError):
     """A child did not start or ended on its own; the message has its last output."""
 
@@ -53,7 +58,7 @@ class Child:
                 lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(read_end, "rb", buffering=0)
             )
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), *program),
+                *bound_to_this_process(program),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_end,
                 stderr=write_end,

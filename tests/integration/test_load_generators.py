@@ -219,7 +219,11 @@ async def locust(url: str, report: Path) -> tuple[int, dict[tuple[str, str], dic
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    status = await process.wait()
+    try:
+        status = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
     entries = json.loads(await asyncio.to_thread(report.read_text))
     return status, {(entry["method"], entry["name"]): entry for entry in entries}
 
