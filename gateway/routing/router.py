@@ -23,6 +23,7 @@ from gateway.replicas.breaker import Outcome as AttemptOutcome
 from gateway.replicas.ejection import Attempt, Ejector
 from gateway.replicas.load import LoadLedger, Ticket
 from gateway.replicas.registry import Change, Fleet, Replica
+from gateway.routing.room import Room
 from policies.types import Candidates, Choice, Column, Policy, RemembersReplicas, Request
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,10 @@ class UnknownModel(LookupError):
 
 class NoReplica(LookupError):
     """The model is known, but no replica can take the request now."""
+
+
+class Saturated(NoReplica):
+    """Replicas could, but each has as many requests as it may have."""
 
 
 class Query:
@@ -165,7 +170,8 @@ class Assignment:
         self.observed_ttft_s = now_s - self.assigned_s
         self._ticket.first_token(now_s)
         self._router.ejector.answered(self._attempt)
-        if self._first and self._query.key is not None:
+        # The slot may belong to another replica by now.
+        if self._first and self._query.key is not None and self._router.fleet.has(self.replica):
             self._router.predictor.observe(self.slot, self._work_s, self.predicted_ttft_s, self.observed_ttft_s)
 
     def presume(self, now_s: float) -> None:
@@ -220,6 +226,7 @@ class Router:
         policy: Policy,
         schedule: BlockSchedule = DEFAULT_SCHEDULE,
         session_header: str | None = None,
+        slow_start_s: float = 0.0,
     ) -> None:
         """Wire the parts together and follow the fleet from now on.
 
@@ -233,9 +240,11 @@ class Router:
             policy: the policy in force.
             schedule: where prompts are cut into blocks.
             session_header: lower-case name of the header that carries a session key.
+            slow_start_s: how long a replica that comes up takes to its full share; 0 for none.
         """
         self.fleet = fleet
         self.ledger = ledger
+        self.room = Room(ledger.in_flight, slow_start_s)
         self.ejector = ejector
         self.index = index
         self.tokens = tokens
@@ -353,14 +362,17 @@ class Router:
 
         Raises:
             NoReplica: there is no candidate.
+            Saturated: there are, and all are at their limit.
         """
         fleet = self.fleet
         slots = fleet.route_slots(query.model)
         if tried:
             slots = [slot for slot in slots if slot not in tried]
-        slots = self._below_their_limit(slots)
         if not slots:
             raise NoReplica
+        slots = self.room.among(slots, now_s)
+        if not slots:
+            raise Saturated
         candidates = self._candidates
         candidates.slots = slots
         policy = self._policy
@@ -423,19 +435,6 @@ class Router:
 
     # -- inside
 
-    def _below_their_limit(self, slots: Sequence[int]) -> Sequence[int]:
-        by_slot = self.fleet.by_slot
-        for slot in slots:
-            replica = by_slot[slot]
-            if replica is not None and replica.spec.max_in_flight is not None:
-                return [s for s in slots if self._has_room(s)]
-        return slots
-
-    def _has_room(self, slot: int) -> bool:
-        replica = self.fleet.by_slot[slot]
-        limit = replica.spec.max_in_flight if replica is not None else None
-        return limit is None or self.ledger.in_flight[slot] < limit
-
     def _match(self, key: PromptKey | None, prompt_tokens: float) -> Sequence[tuple[int, int]]:
         """Fill `matched_tokens` for the replicas that hold a prefix; return their slots and matched blocks."""
         if key is None:
@@ -484,18 +483,22 @@ class Router:
         elif change is Change.REMOVED:
             self.ledger.retire(replica.slot)
             self.index.forget(replica.slot)
+            self.room.forget(replica.slot)
             self._forget(replica.slot)
         elif change is Change.RESTARTED:
             self.index.forget(replica.slot)
             self._forget(replica.slot)
         elif change is Change.MODELS:
             self._configure(replica)
+        if change in (Change.UP, Change.RESTARTED, Change.RESTORED):
+            self.room.came_up(replica.slot)
         if change in (Change.CAPACITY, Change.MODELS, Change.ADDED, Change.RESTARTED):
             self.set_capacity(replica)
 
     def _open(self, replica: Replica) -> None:
         slot = replica.slot
         self.ledger.open(slot)
+        self.room.limit(slot, replica.spec.max_in_flight)
         while len(self._capacity_tokens) <= slot:
             self._capacity_tokens.append(DEFAULT_CAPACITY_TOKENS)
             self._matched_tokens.append(0.0)

@@ -1,0 +1,113 @@
+"""Which of the replicas that could serve a request should be given one more now.
+
+Three reasons speak against a replica:
+- It has as many requests as it may have (`max_in_flight`). This one is hard.
+- It has just answered 429 or 503. As long as it asks to be spared, others are preferred.
+- It has just come up. A policy that goes by load sees an idle replica and would send it everything at once, all of it
+  uncached; so the requests it may have at a time grow over some seconds to what the others have (Envoy's slow start).
+The last two are preferences: where nothing else is left, they give way.
+
+Everything is kept per slot. As long as no slot has a reason, a request pays for one look at an empty set.
+"""
+
+from collections.abc import Sequence
+
+
+class Room:
+    """The reasons, by slot."""
+
+    __slots__ = ("_in_flight", "_limits", "_marked", "_slow_start_s", "_spared_until_s", "_warming_since_s")
+
+    def __init__(self, in_flight: Sequence[int], slow_start_s: float = 0.0) -> None:
+        """Begin without replicas.
+
+        Args:
+            in_flight: column of requests sent and not ended, kept by the load ledger.
+            slow_start_s: how long a replica that comes up takes to its full share; 0 for none.
+        """
+        self._in_flight = in_flight
+        self._slow_start_s = slow_start_s
+        self._limits: dict[int, int] = {}
+        self._spared_until_s: dict[int, float] = {}
+        # The time is that of the first request after it came up: nothing was sent before.
+        self._warming_since_s: dict[int, float | None] = {}
+        self._marked: set[int] = set()
+
+    def limit(self, slot: int, max_in_flight: int | None) -> None:
+        """Say how many requests a replica may have at once; None for any number."""
+        if max_in_flight is None:
+            self._limits.pop(slot, None)
+        else:
+            self._limits[slot] = max_in_flight
+        self._mark(slot)
+
+    def came_up(self, slot: int) -> None:
+        """A replica is up, again or for the first time: let it warm up."""
+        if self._slow_start_s:
+            self._warming_since_s[slot] = None
+            self._mark(slot)
+
+    def spare(self, slot: int, until_s: float) -> None:
+        """A replica has asked for a pause."""
+        self._spared_until_s[slot] = max(until_s, self._spared_until_s.get(slot, 0.0))
+        self._mark(slot)
+
+    def forget(self, slot: int) -> None:
+        """The slot's replica is gone."""
+        self._limits.pop(slot, None)
+        self._spared_until_s.pop(slot, None)
+        self._warming_since_s.pop(slot, None)
+        self._marked.discard(slot)
+
+    def among(self, slots: Sequence[int], now_s: float) -> Sequence[int]:
+        """Return those of the slots that should be chosen from; empty when all are at their limit.
+
+        Args:
+            slots: replicas that could serve the request.
+            now_s: monotonic seconds.
+        """
+        if not self._marked or self._marked.isdisjoint(slots):
+            return slots
+        in_flight, limits = self._in_flight, self._limits
+        if limits:
+            slots = [slot for slot in slots if slot not in limits or in_flight[slot] < limits[slot]]
+        if len(slots) < 2:
+            return slots
+        if self._spared_until_s:
+            slots = self._not_spared(slots, now_s)
+        if self._warming_since_s:
+            slots = self._warm_enough(slots, now_s)
+        return slots
+
+    def _not_spared(self, slots: Sequence[int], now_s: float) -> Sequence[int]:
+        until_s = self._spared_until_s
+        for slot in [slot for slot in slots if until_s.get(slot, now_s) < now_s]:
+            del until_s[slot]
+            self._mark(slot)
+        return [slot for slot in slots if slot not in until_s] or slots
+
+    def _warm_enough(self, slots: Sequence[int], now_s: float) -> Sequence[int]:
+        since_s = self._warming_since_s
+        warm = [slot for slot in slots if slot not in since_s]
+        mean = sum(self._in_flight[slot] for slot in warm) / len(warm) if warm else 0.0
+        cold: set[int] = set()
+        for slot in slots:
+            if slot not in since_s:
+                continue
+            started_s = since_s[slot]
+            if started_s is None:
+                started_s = since_s[slot] = now_s
+            share = (now_s - started_s) / self._slow_start_s
+            if share >= 1.0:
+                del since_s[slot]
+                self._mark(slot)
+            elif self._in_flight[slot] >= max(1.0, share * mean):
+                cold.add(slot)
+        # A whole fleet that comes up together has nobody to warm up behind.
+        return [slot for slot in slots if slot not in cold] if warm else slots
+
+    def _mark(self, slot: int) -> None:
+        if slot in self._limits or slot in self._spared_until_s or slot in self._warming_since_s:
+            self._marked.add(slot)
+        else:
+            self._marked.discard(slot)
