@@ -14,7 +14,9 @@ from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import BlockSchedule
 from gateway.prompt.tokens import TokensPerByte
-from gateway.proxy.plane import DataPlane, PlaneLimits
+from gateway.proxy.admission import AdmissionQueue
+from gateway.proxy.limits import PlaneLimits
+from gateway.proxy.plane import DataPlane
 from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.proxy.routes import Routes
@@ -116,6 +118,7 @@ def plane_limits(config: Config) -> PlaneLimits:
         silence_timeout_s=timeouts.silence_s,
         client_stall_timeout_s=timeouts.client_stall_s,
         deadline_s=timeouts.deadline_s,
+        queue_wait_s=config.queue.max_wait_s,
         replica_keepalive_s=timeouts.replica_keepalive_s,
         max_attempts=retries.max_attempts,
         retry_within_s=retries.within_s,
@@ -166,6 +169,7 @@ class Gateway:
             make_policy(routing.policy, routing.seed, routing.policy_options),
             schedule,
             routing.session_header,
+            routing.slow_start_s,
         )
         self.tally = Tally()
         self._request_log = request_log or (RequestLog() if config.logging.requests else None)
@@ -175,6 +179,7 @@ class Gateway:
             plane_limits(config),
             self.tally,
             RetryBudget(config.retries.budget_share, config.retries.budget_min_per_s, time.monotonic),
+            AdmissionQueue(config.queue.max_requests),
             schedule=schedule,
             client_keys=[key.get_secret_value() for key in config.auth.client_keys],
             upstream_auth=config.auth.upstream,

@@ -102,7 +102,7 @@ class ReplicaConfig(_Section):
     api_key: SecretStr | None = None
     """The replica's own key, for `auth.upstream: replace` and for probes."""
     max_in_flight: int | None = Field(None, ge=1)
-    """Requests it may have at once; more wait for nobody and go elsewhere."""
+    """Requests it may have at once; what is more goes elsewhere, waits in the `queue`, or gets a 429."""
 
 
 class Routing(_Section):
@@ -119,6 +119,8 @@ class Routing(_Section):
     """The engines' max_num_batched_tokens: prompt tokens of one step."""
     response_headers: bool = True
     """Send the x-warmgate-* headers to clients."""
+    slow_start_s: float = Field(10.0, ge=0)
+    """How long a replica that comes up takes to grow from one request at a time to what the others have; 0: at once."""
 
 
 class Prefixes(_Section):
@@ -228,6 +230,16 @@ class Retries(_Section):
     """No further attempt starts later than this after the request came in."""
 
 
+class Queue(_Section):
+    """Where requests wait when no replica has room: each is at its `max_in_flight`, or none is up. First come, first
+    served, a line per model; who leaves gives up the place."""
+
+    max_requests: int = Field(0, ge=0)
+    """Requests that may wait at a time. 0: none, they get a 429 (all at their limit) or 503 (none up) at once."""
+    max_wait_s: float = Field(10.0, gt=0)
+    """How long each may wait; then it gets the 429 or 503."""
+
+
 class Logging(_Section):
     """What goes to standard output (requests) and standard error (events)."""
 
@@ -266,6 +278,7 @@ class Config(_Section):
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     retries: Retries = Retries()
+    queue: Queue = Queue()
     paths: Paths = Paths()
     logging: Logging = Logging()
     redis: SecretStr | None = None

@@ -79,9 +79,9 @@ class GatewayError:
 
 
 def from_rule(rule: Rule, retry_after_s: int) -> GatewayError:
-    """Return the error of a row of the failure table; 503 asks the client back after `retry_after_s`."""
+    """Return the error of a row of the failure table; 429 and 503 ask the client back after `retry_after_s`."""
     return GatewayError(
-        rule.status, rule.message, rule.code, retry_after_s=retry_after_s if rule.status == 503 else None
+        rule.status, rule.message, rule.code, retry_after_s=retry_after_s if rule.status in (429, 503) else None
     )
 
 

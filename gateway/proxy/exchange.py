@@ -7,13 +7,17 @@ Rules:
 - A replica is charged at selection (`router.assign`) and released exactly once (`Assignment.finish`), in `_detach`.
 - Every exchange ends in `_close`, exactly once, which is also where it is counted and logged.
 
-A request goes READING -> (CONNECTING -> WAITING -> HELD | STREAMING)* -> done. An answer is HELD back while it is a
-plain JSON body of moderate size, so that a replica that dies in the middle of it can be replaced unseen; a stream is
-relayed from its first byte.
+A request goes READING -> QUEUED -> (CONNECTING -> WAITING -> HELD | STREAMING)* -> done; it stays QUEUED only while no
+replica has room. An answer is HELD back while it is a plain JSON body of moderate size, so that a replica that dies in
+the middle of it can be replaced unseen; a stream is relayed from its first byte.
 """
 
+import logging
+import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
+
+import orjson
 
 from gateway.prompt.body import InvalidBody, RequestBody
 from gateway.proxy import errors, failures
@@ -24,10 +28,20 @@ from gateway.proxy.observe import StreamObserver, Usage, usage_in
 from gateway.proxy.routes import Handling
 from gateway.proxy.upstream import Dial, ReplicaConnection
 from gateway.replicas.breaker import Outcome as Verdict
-from gateway.routing.router import Assignment, NoReplica, Query, UnknownModel
+from gateway.replicas.replica import Replica
+from gateway.routing.router import Assignment, NoReplica, Query, Saturated, UnknownModel
 
 if TYPE_CHECKING:
     from gateway.proxy.plane import DataPlane
+
+logger = logging.getLogger(__name__)
+
+STALE_WITHIN_S = 1.0
+"""A reused connection lost this soon after the request was written was closed while idle: the request crossed the close
+on its way. One lost later had the request, and sending the same replica the same request again would be wrong."""
+
+# A server's error inside an event stream, as vLLM writes it: {"error": {..., "code": 500}}.
+_SERVER_FAULT = re.compile(rb'"code"\s*:\s*"?5\d\d\b')
 
 
 class Outcome(StrEnum):
@@ -39,7 +53,7 @@ class Outcome(StrEnum):
     SERVER_ERROR = "server_error"
     """A 5xx of a replica, relayed."""
     REFUSED = "refused"
-    """Answered by the gateway with an error of its own before any replica was tried."""
+    """Answered by the gateway with an error of its own: the client's fault, or no replica could be tried."""
     FAILED = "failed"
     """Replicas were tried and the gateway had to answer with an error."""
     BROKEN = "broken"
@@ -93,16 +107,20 @@ class Exchange:
         "_held",
         "_held_bytes",
         "_holding",
+        "_lacking",
         "_last_byte_s",
         "_observer",
         "_paused_since_s",
         "_plane",
         "_query",
+        "_queued_s",
         "_request_complete",
         "_resent",
         "_response",
+        "_routed_s",
         "_sent_head",
         "_tried",
+        "_upload_blocked",
         "_upload_chunked",
         "_upload_started",
         "_whole",
@@ -133,7 +151,7 @@ class Exchange:
         self.request_id = head.request_id if head.valid_request_id() else plane.new_request_id()
         self.assignment: Assignment | None = None
         self.attempts = 0
-        self.phase: Phase | None = None
+        self.phase = Phase.READING
         self.status = 0
         self.outcome: Outcome | None = None
         self.error_code: str | None = None
@@ -152,6 +170,10 @@ class Exchange:
         self._request_complete = False
         self._upload_chunked = False
         self._upload_started = False
+        self._upload_blocked = False
+        self._lacking = Cause.SATURATED
+        self._queued_s = 0.0
+        self._routed_s = self.started_s
         self._query: Query | None = None
         self._tried: list[int] = []
         self._resent = False
@@ -190,12 +212,17 @@ class Exchange:
         """The answer is an event stream."""
         return self._observer is not None
 
-    def heard_from(self, slot: int, since_s: float) -> bool:
+    @property
+    def routed_s(self) -> float:
+        """When a replica was asked for first: monotonic seconds."""
+        return self._routed_s
+
+    def heard_from(self, replica: Replica, since_s: float) -> bool:
         """Say whether a replica has sent bytes of this answer since a time."""
         assignment = self.assignment
         return (
             assignment is not None
-            and assignment.slot == slot
+            and assignment.replica is replica
             and self.phase in (Phase.HELD, Phase.STREAMING)
             and self._last_byte_s >= since_s
         )
@@ -221,9 +248,7 @@ class Exchange:
         if head.expect_continue and not self._request_complete and not head.version_1_0:
             # RFC 9110 section 10.1.1
             self._client.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if handling is Handling.STREAM:
-            self._route(None)
-        elif self._request_complete:
+        if handling is Handling.STREAM or self._request_complete:
             self._have_request()
 
     def request_body(self, data: bytes) -> None:
@@ -232,12 +257,15 @@ class Exchange:
         if self._ended:
             return
         self._last_byte_s = self._plane.now()
+        limit = self._plane.limits.max_body_bytes
         if self._begun and self._handling is Handling.STREAM:
-            self._upload(data)
+            if self.bytes_in > limit:
+                self._failed(Cause.UPLOAD_TOO_LARGE)
+            else:
+                self._upload(data)
             return
         self._body.append(data)
         self._body_bytes += len(data)
-        limit = self._plane.limits.max_body_bytes
         if self._begun and self._body_bytes > limit:
             self._refuse(errors.body_too_large(limit))
 
@@ -254,10 +282,7 @@ class Exchange:
 
     def client_gone(self) -> None:
         """The client has closed the connection."""
-        if self._ended:
-            return
-        self._detach(Verdict.CANCELLED, keep_prefix=self.first_token_s is not None)
-        self._close(Outcome.CANCELLED)
+        self._failed(Cause.CLIENT_LEFT)
 
     def client_writable(self, writable: bool) -> None:
         """The client's socket can, or cannot, take more: carry the pressure on to the replica."""
@@ -267,19 +292,31 @@ class Exchange:
         else:
             self._last_byte_s = self._plane.now()
         connection = self._connection
-        if connection is not None and not connection.closed:
+        if connection is not None:
             if writable:
-                connection.transport.resume_reading()
+                connection.resume()
             else:
-                connection.transport.pause_reading()
+                connection.pause()
 
     # -- from request to attempt
 
     def _have_request(self) -> None:
+        """The request is complete, or its body streams through: answer it here or route it."""
+        try:
+            self._handle()
+        except Exception:
+            # In the parser's callback an exception would pass for bytes that are not HTTP.
+            logger.exception("request %s failed inside the gateway", self.request_id.decode("latin-1"))
+            self.broken_inside()
+
+    def _handle(self) -> None:
+        handling = self._handling
+        if handling is Handling.STREAM:
+            self._route(None)
+            return
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
         self._whole = body
-        handling = self._handling
         if handling is Handling.LOCAL:
             status, payload = self._plane.answer_locally(self.head)
             self._answer(status, payload, Outcome.LOCAL)
@@ -304,19 +341,42 @@ class Exchange:
         self._route(parsed)
 
     def _route(self, body: RequestBody | None) -> None:
-        router = self._plane.router
+        plane = self._plane
         try:
-            self._query = router.query(body, self.head.headers)
-            assignment = router.assign(self._query, (), self._plane.now())
+            query = self._query = plane.router.query(body, self.head.headers)
         except UnknownModel as unknown:
             self._refuse(errors.unknown_model(unknown.model))
             return
+        if query.rewritten_model is not None:
+            self._whole = query.rewritten_body(self._whole)
+        self._routed_s = plane.now()
+        self.phase = Phase.QUEUED
+        queue = plane.queue
+        if (queue.waiting and queue.has_line(query.model)) or not self.offer_room():
+            if queue.enter(query.model, self):
+                self._queued_s = self._routed_s
+            else:
+                self._failed(self._lacking)
+
+    def offer_room(self) -> bool:
+        """Go to a replica if one has room now; False if none has."""
+        if self._ended:
+            return True
+        assert self._query is not None
+        try:
+            assignment = self._plane.router.assign(self._query, (), self._plane.now())
+        except Saturated:
+            self._lacking = Cause.SATURATED
+            return False
         except NoReplica:
-            self._refuse(errors.no_replica(self._plane.limits.retry_after_s))
-            return
-        if self._query.rewritten_model is not None:
-            self._whole = self._query.rewritten_body(self._whole)
+            self._lacking = Cause.NO_REPLICA
+            return False
+        except Exception:
+            logger.exception("request %s cannot be routed", self.request_id.decode("latin-1"))
+            self.broken_inside()
+            return True
         self._attempt(assignment)
+        return True
 
     def _attempt(self, assignment: Assignment) -> None:
         self.assignment = assignment
@@ -328,7 +388,9 @@ class Exchange:
         assert self.assignment is not None
         self.phase = Phase.CONNECTING
         pool = self._plane.pool(self.assignment.replica)
-        connection = None if self._resent else pool.acquire()
+        # A body that streams through cannot be sent twice, so it is not risked on a connection that may be stale.
+        fresh = self._resent or self._handling is Handling.STREAM
+        connection = None if fresh else pool.acquire()
         if connection is not None:
             self.connected(connection)
         else:
@@ -356,13 +418,13 @@ class Exchange:
             length,
         )
         if streamed:
+            self._let_upload_go_on()
             connection.send(self, head)
             pending, self._body = self._body, []
             for data in pending:
                 self._upload(data)
             if self._request_complete and self._upload_chunked:
                 connection.write(b"0\r\n\r\n")
-            self._client.resume()
         elif len(self._whole) < 32768:
             connection.send(self, head + self._whole)
         else:
@@ -374,7 +436,7 @@ class Exchange:
         if connection is None:
             # Not connected yet: hold what one read brought, and read no further.
             self._body.append(data)
-            self._client.pause()
+            self._hold_upload()
             return
         self._upload_started = True
         if self._upload_chunked:
@@ -383,10 +445,24 @@ class Exchange:
 
     def replica_writable(self, writable: bool) -> None:
         """The replica can, or cannot, take more of an upload."""
+        if self._handling is not Handling.STREAM:
+            return
+        # The time that counts from now on is the other side's.
+        self._last_byte_s = self._plane.now()
         if writable:
-            self._client.resume()
-        elif self._handling is Handling.STREAM:
+            self._let_upload_go_on()
+        else:
+            self._hold_upload()
+
+    def _hold_upload(self) -> None:
+        if not self._upload_blocked:
+            self._upload_blocked = True
             self._client.pause()
+
+    def _let_upload_go_on(self) -> None:
+        if self._upload_blocked:
+            self._upload_blocked = False
+            self._client.resume()
 
     # -- events of the replica side
 
@@ -398,6 +474,8 @@ class Exchange:
     def replica_failed(self, cause: Cause) -> None:
         """The connection broke."""
         self._connection = None
+        if cause is Cause.STALE and self._plane.now() - self.sent_s > STALE_WITHIN_S:
+            cause = Cause.RESET
         self._failed(cause)
 
     def response_head(self, head: ResponseHead) -> None:
@@ -407,8 +485,11 @@ class Exchange:
         self.phase = Phase.HELD
         self.status = head.status
         cause = failures.STATUS_CAUSES.get(head.status)
-        if cause is not None and self._retry_instead(failures.TABLE[Phase.HELD, cause]):
-            return
+        if cause is not None:
+            if cause is Cause.BUSY and self.assignment is not None:
+                self._plane.replica_busy(self.assignment, head.retry_after)
+            if self._retry_elsewhere(failures.TABLE[Phase.HELD, cause]):
+                return
         if head.event_stream:
             self._observer = StreamObserver()
             self._holding = False
@@ -420,7 +501,7 @@ class Exchange:
             if not self._holding:
                 self._write_head(None)
         if not self._client_writable and self._connection is not None:
-            self._connection.transport.pause_reading()
+            self._connection.pause()
 
     def response_body(self, data: bytes) -> None:
         """Body bytes of the response."""
@@ -448,11 +529,11 @@ class Exchange:
         self._connection = None
         head = self._response
         assert head is not None
-        observer = self._observer
-        if observer is not None and head.content_length is None and not head.chunked and not observer.ended_properly():
-            # Close-delimited: an end without the API's last event is a replica that died.
+        if self._cut_short(head):
             self._failed(Cause.RESET)
             return
+        observer = self._observer
+        tail = observer.tail() if observer is not None else b""
         if self._holding:
             body = self._held[0] if len(self._held) == 1 else b"".join(self._held)
             self._held = []
@@ -462,87 +543,135 @@ class Exchange:
             if self._chunked:
                 self._send(b"0\r\n\r\n")
             if observer is not None:
-                self.usage = usage_in(observer.tail())
+                self.usage = usage_in(tail)
         status = head.status
         if status < 400:
             verdict, outcome = Verdict.OK, Outcome.OK
             if observer is not None and observer.failed:
+                # An error event inside a 200. Only the code can tell whose fault it is.
+                verdict = Verdict.SERVER_ERROR if _SERVER_FAULT.search(tail) else Verdict.CLIENT_ERROR
                 outcome = Outcome.BROKEN
-        elif status < 500:
-            verdict, outcome = Verdict.CLIENT_ERROR, Outcome.CLIENT_ERROR
         else:
-            cause = failures.STATUS_CAUSES.get(status, Cause.SERVER_ERROR)
-            verdict, outcome = failures.TABLE[Phase.HELD, cause].verdict, Outcome.SERVER_ERROR
+            outcome = Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR
+            cause = failures.STATUS_CAUSES.get(status)
+            # A 501, say, is no fault: the engine does not do this at all, and is well.
+            verdict = failures.TABLE[Phase.HELD, cause].verdict if cause is not None else Verdict.CLIENT_ERROR
         self._detach(verdict, keep_prefix=status < 400)
         self._close(outcome)
         self._client.finished(self._keep_alive() and not self._close_delimited())
 
+    def _cut_short(self, head: ResponseHead) -> bool:
+        """Say whether a body that ends with its connection ended before its time: a replica that died."""
+        if head.content_length is not None or head.chunked or head.bodiless(self.method):
+            return False
+        if self._observer is not None:
+            return not self._observer.ended_properly()
+        if not self._holding or b"json" not in head.content_type:
+            return False
+        try:
+            orjson.loads(b"".join(self._held))
+        except orjson.JSONDecodeError:
+            return True
+        return False
+
     def tick(self, now_s: float) -> None:
         """Look at the limits; called a few times a second for every exchange under way."""
-        limits = self._plane.limits
         if self._ended or not self._begun:
             return
-        if limits.deadline_s and now_s - self.started_s > limits.deadline_s and self.phase is not None:
+        limits = self._plane.limits
+        phase = self.phase
+        idle_s = now_s - self._last_byte_s
+        if limits.deadline_s and now_s - self.started_s > limits.deadline_s:
             self._failed(Cause.DEADLINE)
-        elif self.phase is None:
-            if now_s - self._last_byte_s > limits.body_timeout_s:
-                self._refuse(errors.BODY_TIMEOUT)
         elif not self._client_writable:
             if now_s - self._paused_since_s > limits.client_stall_timeout_s:
-                self._client.abort(reset=True)
-                self.client_gone()
-        elif self.phase is Phase.WAITING:
-            uploading = self._handling is Handling.STREAM and not self._request_complete
-            if now_s - self._last_byte_s > limits.first_byte_timeout_s and not uploading:
+                self._failed(Cause.CLIENT_STALLED)
+        elif phase is Phase.READING:
+            if idle_s > limits.body_timeout_s:
+                self._failed(Cause.UPLOAD_STALLED)
+        elif phase is Phase.QUEUED:
+            if now_s - self._queued_s > limits.queue_wait_s:
+                self._failed(self._lacking)
+        elif phase is Phase.WAITING:
+            if self._handling is Handling.STREAM and not self._request_complete and not self._upload_blocked:
+                if idle_s > limits.body_timeout_s:
+                    self._failed(Cause.UPLOAD_STALLED)
+            elif idle_s > limits.first_byte_timeout_s:
                 self._failed(Cause.FIRST_BYTE_TIMEOUT)
             elif self.assignment is not None:
                 self.assignment.presume(now_s)
-        elif self.phase is not Phase.CONNECTING and now_s - self._last_byte_s > limits.silence_timeout_s:
+        elif phase is not Phase.CONNECTING and idle_s > limits.silence_timeout_s:
             self._failed(Cause.SILENCE)
 
     def cut(self) -> None:
         """The drain limit has passed: end now."""
+        self._failed(Cause.DRAIN)
+
+    def broken_inside(self) -> None:
+        """The gateway itself has failed on this request: end it whatever its state, and say so if that is possible."""
         if self._ended:
             return
-        if self.phase is None:
-            self._refuse(errors.from_rule(failures.TABLE[Phase.WAITING, Cause.DRAIN], self._plane.limits.retry_after_s))
-        else:
-            self._failed(Cause.DRAIN)
+        self._detach(Verdict.CANCELLED, keep_prefix=False)
+        self.error_code = errors.INTERNAL.code
+        if self._sent_head:
+            self._close(Outcome.BROKEN)
+            self._client.abort(reset=True)
+            return
+        self.status = errors.INTERNAL.status
+        self._respond(errors.INTERNAL)
+        self._close(Outcome.FAILED)
+        self._client.finished(False)
 
     # -- failures
 
     def _failed(self, cause: Cause) -> None:
         if self._ended:
             return
-        assert self.phase is not None
         rule = failures.TABLE[self.phase, cause]
-        if rule.action is Action.RESEND and not self._resent and self._replayable():
-            self._resent = True
-            self._connect()
-            return
-        if rule.action is Action.RETRY_ELSEWHERE and self._retry_instead(rule):
-            return
+        action = rule.action
+        if action is Action.RESEND:
+            if self._resend():
+                return
+            action = rule.otherwise
+        elif action is Action.RETRY_ELSEWHERE:
+            if self._retry_elsewhere(rule):
+                return
+            action = rule.otherwise
         self._detach(rule.verdict, keep_prefix=self.first_token_s is not None)
         self.error_code = rule.code
-        if rule.action is Action.BREAK_STREAM:
-            self._break(errors.from_rule(rule, self._plane.limits.retry_after_s))
+        if action is Action.ABORT:
+            self._close(Outcome.CANCELLED)
+            if cause is not Cause.CLIENT_LEFT:
+                self._client.abort(reset=True)
+            return
+        error = errors.from_rule(rule, self._plane.limits.retry_after_s)
+        if action is Action.BREAK_STREAM:
+            self._break(error)
             return
         self._held = []
-        error = errors.from_rule(rule, self._plane.limits.retry_after_s)
         self.status = error.status
         self._respond(error)
-        self._close(Outcome.FAILED)
+        self._close(Outcome.FAILED if self.attempts and error.status >= 500 else Outcome.REFUSED)
         self._client.finished(self._keep_alive())
 
-    def _retry_instead(self, rule: failures.Rule) -> bool:
+    def _resend(self) -> bool:
+        """Send the request to the same replica once more on a new connection, if that has not been done already."""
+        if self._resent or not self._replayable():
+            return False
+        self._resent = True
+        self._connect()
+        return True
+
+    def _retry_elsewhere(self, rule: failures.Rule) -> bool:
         """Start another attempt on a replica that has not been tried, if all that limits retries allows it."""
-        if not self._replayable() or self._query is None or not self._plane.may_retry(self):
+        plane = self._plane
+        if not self._replayable() or self._query is None or not plane.may_retry(self):
             return False
         try:
-            assignment = self._plane.router.assign(self._query, self._tried, self._plane.now())
-        except (NoReplica, UnknownModel):
+            assignment = plane.router.assign(self._query, self._tried, plane.now())
+        except NoReplica:
             return False
-        self._plane.retried(self)
+        plane.retried(self)
         self._detach(rule.verdict, keep_prefix=False)
         self._response = None
         self._observer = None
@@ -557,7 +686,9 @@ class Exchange:
         return not self._sent_head and not self._upload_started
 
     def _detach(self, verdict: Verdict, *, keep_prefix: bool) -> None:
-        """Leave the replica: release what it was charged with, and end the connection if one is in use."""
+        """Leave the replica, or the queue: release what was charged, and end the connection if one is in use."""
+        if self.phase is Phase.QUEUED and self._query is not None:
+            self._plane.queue.leave(self._query.model, self)
         if self._dial is not None:
             self._dial.exchange = None
             self._dial = None
@@ -575,10 +706,18 @@ class Exchange:
                 usage.completion_tokens if usage is not None else None,
                 keep_prefix=keep_prefix,
             )
+            self._plane.queue.room_may_be()
 
     def _break(self, error: GatewayError) -> None:
-        observer = self._observer
-        if observer is not None and not self._bodiless():
+        observer, head = self._observer, self._response
+        if (
+            observer is not None
+            and head is not None
+            # Where a length was promised, or the events are compressed, a plain event would be damage, not news.
+            and head.content_length is None
+            and b"content-encoding" not in head.passed.lower()
+            and not self._bodiless()
+        ):
             event = error.event()
             self._relay(event if observer.at_event_boundary() else b"\n\n" + event)
         self._close(Outcome.BROKEN)
@@ -587,7 +726,7 @@ class Exchange:
     # -- answers
 
     def _refuse(self, error: GatewayError) -> None:
-        """Answer with an error before any replica has been tried."""
+        """Answer with an error before any replica has been asked for."""
         self.status = error.status
         self.error_code = error.code
         self._respond(error)
@@ -625,7 +764,7 @@ class Exchange:
 
     def _keep_alive(self) -> bool:
         """A request that was not read to its end leaves its bytes on the connection, which cannot be used again."""
-        return self.head.keep_alive and self._request_complete
+        return self.head.keep_alive and self._request_complete and not self._plane.draining
 
     def _connection_header(self, keep_alive: bool) -> bytes:
         if not keep_alive:
@@ -667,6 +806,8 @@ class Exchange:
         extra = self._plane.response_headers(self.assignment) if self.assignment is not None else b""
         self._sent_head = True
         self.phase = Phase.STREAMING
+        # No retry from here on: half a megabyte of prompt need not live as long as its stream.
+        self._whole = b""
         self._send(
             b"HTTP/1.1 %d %b\r\n%b%bx-request-id: %b\r\n%b%b\r\n%b"
             % (

@@ -6,7 +6,7 @@ Two rules:
 - This file knows no sockets, no clocks and no counters. Whether a retry is still *possible* (attempts, budget,
   deadline, another candidate) is the exchange's to say; what should happen if it is not stands in the same row.
 
-Theory of operation. A request passes through the phases below in order. The line that matters is between HELD and
+Theory of operation. An attempt passes through the phases below in order. The line that matters is between HELD and
 STREAMING: up to HELD no byte of an answer has reached the client, so the request may run again elsewhere without the
 client noticing; from STREAMING on it may not, because a generation would be delivered twice. A replica's complete
 answers (4xx among them) are not failures and never get here, save the statuses that say "not me, not now".
@@ -19,8 +19,12 @@ from gateway.replicas.breaker import Outcome as Verdict
 
 
 class Phase(StrEnum):
-    """How far an attempt has come."""
+    """How far a request has come."""
 
+    READING = "reading"
+    """Its body is being read, or has just been; no replica has been chosen."""
+    QUEUED = "queued"
+    """It is complete, or streams through, and no replica has room for it."""
     CONNECTING = "connecting"
     """A connection to the replica is being made; it has seen nothing."""
     WAITING = "waiting"
@@ -34,9 +38,15 @@ class Phase(StrEnum):
 class Cause(StrEnum):
     """What happened."""
 
+    SATURATED = "saturated"
+    """Replicas could serve it, and all of them are at their limit: at once, or still after the longest wait."""
+    NO_REPLICA = "no_replica"
+    """No replica that could serve it is up: now, or still after the longest wait."""
     REFUSED = "refused"
     """The connection could not be made."""
     CONNECT_TIMEOUT = "connect_timeout"
+    NO_SOCKET = "no_socket"
+    """This machine has no socket left (file descriptors, ports, memory): no fault of the replica."""
     STALE = "stale"
     """A reused keep-alive connection was closed before any byte of a response: the replica may never have seen the
     request (RFC 9112 section 9.3.1: a client may retry when a persistent connection closes early)."""
@@ -53,6 +63,13 @@ class Cause(StrEnum):
     """Status 500, 502 or 504."""
     BUSY = "busy"
     """Status 429 or 503: back-pressure, not a fault."""
+    UPLOAD_STALLED = "upload_stalled"
+    """The client stopped sending in the middle of a request body."""
+    UPLOAD_TOO_LARGE = "upload_too_large"
+    """A body of unknown length, streamed through, went over the limit."""
+    CLIENT_LEFT = "client_left"
+    CLIENT_STALLED = "client_stalled"
+    """The client has not read for longer than the limit."""
     DRAIN = "drain"
     """The gateway is stopping and its drain limit has passed."""
 
@@ -70,6 +87,8 @@ class Action(StrEnum):
     """Relay the replica's own answer."""
     BREAK_STREAM = "break stream"
     """SSE: a final error event. Then the connection is cut so that no client takes the answer for complete."""
+    ABORT = "abort"
+    """Nobody reads an answer any more: the replica's work is aborted, the client's connection reset if it is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +110,23 @@ class Rule:
     verdict: Verdict
 
 
-_R, _S, _A, _P, _B = (
+_R, _S, _A, _P, _B, _X = (
     Action.RETRY_ELSEWHERE,
     Action.RESEND,
     Action.ANSWER,
     Action.PASS_THROUGH,
     Action.BREAK_STREAM,
+    Action.ABORT,
 )
+_FULL = (429, "replicas_saturated", "All replicas that serve this model are at their limit; try again later.")
+_NONE = (503, "no_replica_available", "No replica can serve this model at the moment; try again later.")
 _UNREACHABLE = (502, "replica_unreachable", "The replica serving this model could not be reached.")
 _SLOW_CONNECT = (
     504,
     "replica_connect_timeout",
     "The replica serving this model did not accept a connection in time.",
 )
+_SOCKETS = (503, "gateway_out_of_sockets", "The gateway cannot open more connections; try again later.")
 _CUT = (502, "replica_connection_lost", "The replica closed the connection before its answer was complete.")
 _SLOW = (504, "replica_timeout", "The replica did not begin to answer in time.")
 _SILENT = (504, "replica_silent", "The replica stopped sending before its answer was complete.")
@@ -112,21 +135,37 @@ _GARBLED = (502, "replica_bad_response", "The replica sent a response that is no
 _STOPPING = (503, "gateway_stopping", "The gateway is shutting down; send the request again.")
 _FAILED = (502, "replica_error", "The replica failed to serve the request.")
 _BUSY = (503, "replica_busy", "The replica is overloaded; try again later.")
+_SLOW_BODY = (408, "request_timeout", "The request body did not arrive in time.")
+_LARGE_BODY = (413, "body_too_large", "The request body is larger than the gateway accepts.")
+_GONE = (499, "client_left", "The client left.")
+_STALLED = (499, "client_stalled", "The client stopped reading.")
 
-C, W, H, S = Phase.CONNECTING, Phase.WAITING, Phase.HELD, Phase.STREAMING
+B, Q, C, W, H, S = Phase.READING, Phase.QUEUED, Phase.CONNECTING, Phase.WAITING, Phase.HELD, Phase.STREAMING
 
 TABLE: dict[tuple[Phase, Cause], Rule] = {
     # phase, cause                  first choice, otherwise, answer, what it says of the replica
+    (B, Cause.UPLOAD_STALLED): Rule(_A, _A, *_SLOW_BODY, Verdict.CANCELLED),
+    (B, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
+    (B, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
+    (Q, Cause.SATURATED): Rule(_A, _A, *_FULL, Verdict.CANCELLED),
+    (Q, Cause.NO_REPLICA): Rule(_A, _A, *_NONE, Verdict.CANCELLED),
+    (Q, Cause.UPLOAD_TOO_LARGE): Rule(_A, _A, *_LARGE_BODY, Verdict.CANCELLED),
+    (Q, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
+    (Q, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
     (C, Cause.REFUSED): Rule(_R, _A, *_UNREACHABLE, Verdict.CONNECT_ERROR),
     (C, Cause.CONNECT_TIMEOUT): Rule(_R, _A, *_SLOW_CONNECT, Verdict.CONNECT_ERROR),
+    (C, Cause.NO_SOCKET): Rule(_R, _A, *_SOCKETS, Verdict.CANCELLED),
     (C, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
     (C, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
+    (C, Cause.UPLOAD_TOO_LARGE): Rule(_A, _A, *_LARGE_BODY, Verdict.CANCELLED),
     (W, Cause.STALE): Rule(_S, _A, *_CUT, Verdict.CANCELLED),
     (W, Cause.RESET): Rule(_R, _A, *_CUT, Verdict.CUT),
     (W, Cause.FIRST_BYTE_TIMEOUT): Rule(_R, _A, *_SLOW, Verdict.TIMEOUT),
     (W, Cause.BAD_RESPONSE): Rule(_R, _A, *_GARBLED, Verdict.SERVER_ERROR),
+    (W, Cause.UPLOAD_STALLED): Rule(_A, _A, *_SLOW_BODY, Verdict.CANCELLED),
     (W, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
     (W, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
+    (W, Cause.UPLOAD_TOO_LARGE): Rule(_A, _A, *_LARGE_BODY, Verdict.CANCELLED),
     (H, Cause.SERVER_ERROR): Rule(_R, _P, *_FAILED, Verdict.SERVER_ERROR),
     (H, Cause.BUSY): Rule(_R, _P, *_BUSY, Verdict.BACKPRESSURE),
     (H, Cause.RESET): Rule(_R, _A, *_CUT, Verdict.CUT),
@@ -134,11 +173,15 @@ TABLE: dict[tuple[Phase, Cause], Rule] = {
     (H, Cause.BAD_RESPONSE): Rule(_R, _A, *_GARBLED, Verdict.SERVER_ERROR),
     (H, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
     (H, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
+    (H, Cause.UPLOAD_TOO_LARGE): Rule(_A, _A, *_LARGE_BODY, Verdict.CANCELLED),
     (S, Cause.RESET): Rule(_B, _B, *_CUT, Verdict.CUT),
     (S, Cause.SILENCE): Rule(_B, _B, *_SILENT, Verdict.TIMEOUT),
     (S, Cause.BAD_RESPONSE): Rule(_B, _B, *_GARBLED, Verdict.SERVER_ERROR),
     (S, Cause.DEADLINE): Rule(_B, _B, *_LATE, Verdict.CANCELLED),
     (S, Cause.DRAIN): Rule(_B, _B, *_STOPPING, Verdict.CANCELLED),
+    (S, Cause.UPLOAD_TOO_LARGE): Rule(_B, _B, *_LARGE_BODY, Verdict.CANCELLED),
+    **{(any_phase, Cause.CLIENT_LEFT): Rule(_X, _X, *_GONE, Verdict.CANCELLED) for any_phase in Phase},
+    **{(any_phase, Cause.CLIENT_STALLED): Rule(_X, _X, *_STALLED, Verdict.CANCELLED) for any_phase in Phase},
 }
 """Pairs that are not here cannot happen; asking for one is a bug and raises KeyError."""
 

@@ -9,7 +9,6 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
 import orjson
@@ -17,10 +16,12 @@ import orjson
 from gateway.prompt.blocks import DEFAULT_SCHEDULE, BlockSchedule
 from gateway.prompt.body import RequestBody, parse_body
 from gateway.proxy import encodings, errors
+from gateway.proxy.admission import AdmissionQueue
 from gateway.proxy.client import ClientConnection
 from gateway.proxy.errors import GatewayError
 from gateway.proxy.exchange import Exchange, Outcome
 from gateway.proxy.heads import RequestHead
+from gateway.proxy.limits import PlaneLimits
 from gateway.proxy.record import count, log_record
 from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget
@@ -35,52 +36,17 @@ logger = logging.getLogger(__name__)
 _MODELS = b"/v1/models"
 _SWEEP_BLOCKS = 20_000
 """Blocks of forgotten replicas freed per tick: a few milliseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneLimits:
-    """Limits of the data plane, flat for the hot path; see `config.Limits`, `config.Timeouts`, `config.Retries`."""
-
-    max_body_bytes: int
-    max_head_bytes: int
-    max_headers: int
-    max_connections: int
-    max_held_bytes: int
-    write_buffer_bytes: int
-    max_idle_connections: int
-    retry_after_s: int
-    head_timeout_s: float
-    body_timeout_s: float
-    idle_timeout_s: float
-    connect_timeout_s: float
-    first_byte_timeout_s: float
-    silence_timeout_s: float
-    client_stall_timeout_s: float
-    deadline_s: float
-    replica_keepalive_s: float
-    max_attempts: int
-    retry_within_s: float
-
-    def tick_s(self) -> float:
-        """How often limits must be looked at so that the shortest of them is kept to within a quarter."""
-        shortest = min(
-            self.head_timeout_s,
-            self.body_timeout_s,
-            self.idle_timeout_s,
-            self.first_byte_timeout_s,
-            self.silence_timeout_s,
-            self.client_stall_timeout_s,
-            self.replica_keepalive_s,
-            self.deadline_s or 1e9,
-        )
-        return min(max(shortest / 4, 0.01), 0.25)
+_BACK_OFF_S = 1.0
+"""How long a replica that answered 429 or 503 without Retry-After is spared, while others can serve."""
+_MAX_BACK_OFF_S = 30.0
+"""No Retry-After is believed for longer: health probes and the next request know better."""
 
 
 class DataPlane:
     """Everything exchanges share.
 
     Attributes:
-        router, routes, limits, tally: what their names say.
+        router, routes, limits, tally, queue: what their names say.
         draining: no connection is kept alive any more.
     """
 
@@ -91,6 +57,7 @@ class DataPlane:
         limits: PlaneLimits,
         tally: Tally,
         budget: RetryBudget,
+        queue: AdmissionQueue | None = None,
         *,
         schedule: BlockSchedule = DEFAULT_SCHEDULE,
         client_keys: Iterable[str] = (),
@@ -108,6 +75,7 @@ class DataPlane:
             limits: all limits.
             tally: counts.
             budget: retry budget.
+            queue: where requests wait for room; by default none may.
             schedule: where prompts are cut into blocks.
             client_keys: keys that let a client in; none lets everybody in.
             upstream_auth: pass, replace or strip.
@@ -122,6 +90,7 @@ class DataPlane:
         self.tally = tally
         self.now = now
         self.draining = False
+        self.queue = queue or AdmissionQueue(0)
         self._budget = budget
         self._schedule = schedule
         # Looked up by digest: how long that takes tells nothing about how much of a key was right.
@@ -132,8 +101,9 @@ class DataPlane:
         self._request_log = request_log
         self._replica_tls = replica_tls
         self._pools: dict[Replica, ReplicaPool] = {}
-        self._exchanges: set[Exchange] = set()
-        self._clients: set[ClientConnection] = set()
+        # Dictionaries for their order: what a tick does must not depend on memory addresses.
+        self._exchanges: dict[Exchange, None] = {}
+        self._clients: dict[ClientConnection, None] = {}
         self._servers: list[asyncio.Server] = []
         self._ticker: asyncio.TimerHandle | None = None
         # Set whenever an exchange or a connection has ended; drain waits for it.
@@ -201,19 +171,26 @@ class DataPlane:
             pool.close()
 
     def _tick(self) -> None:
-        now_s = self.now()
         try:
-            for exchange in list(self._exchanges):
-                exchange.tick(now_s)
-            for client in list(self._clients):
-                if client.deadline_s is not None and client.deadline_s < now_s:
-                    client.expired(now_s)
-            for pool in self._pools.values():
-                pool.sweep()
+            self.check_limits(self.now())
             self.router.index.sweep(_SWEEP_BLOCKS)
         finally:
-            # A fault in one request must not end the limits of all others.
             self._ticker = asyncio.get_running_loop().call_later(self.limits.tick_s(), self._tick)
+
+    def check_limits(self, now_s: float) -> None:
+        """Look at all limits in time, of requests, of client connections and of idle connections to replicas."""
+        for exchange in list(self._exchanges):
+            try:
+                exchange.tick(now_s)
+            except Exception:
+                # A fault in one request must not end the limits of all others.
+                logger.exception("the limits of request %s failed", exchange.request_id.decode("latin-1"))
+                exchange.broken_inside()
+        for client in list(self._clients):
+            if client.deadline_s is not None and client.deadline_s < now_s:
+                client.expired(now_s)
+        for pool in self._pools.values():
+            pool.sweep()
 
     # -- clients
 
@@ -227,13 +204,13 @@ class DataPlane:
         if len(self._clients) >= self.limits.max_connections:
             self.tally.connections_refused += 1
             return False
-        self._clients.add(client)
+        self._clients[client] = None
         self.tally.connections += 1
         return True
 
     def client_disconnected(self, client: ClientConnection) -> None:
         """Forget a connection."""
-        self._clients.discard(client)
+        self._clients.pop(client, None)
         self._ended.set()
 
     @property
@@ -254,55 +231,67 @@ class DataPlane:
 
     def exchange_began(self, exchange: Exchange) -> None:
         """Follow an exchange."""
-        self._exchanges.add(exchange)
+        self._exchanges[exchange] = None
         self.tally.in_progress += 1
         self._budget.deposit()
 
     def exchange_ended(self, exchange: Exchange) -> None:
         """Count an exchange and write its line."""
-        self._exchanges.discard(exchange)
+        self._exchanges.pop(exchange, None)
         self._ended.set()
         tally = self.tally
         tally.in_progress -= 1
         now_s = self.now()
-        count(exchange, tally, now_s)
+        assignment = exchange.assignment
+        count(exchange, tally, now_s, self.metric_name(assignment.replica) if assignment is not None else "")
         if self._request_log is not None and exchange.outcome is not Outcome.LOCAL:
             self._request_log.add(log_record(exchange, now_s))
 
     def replica_active(self, slot: int, within_s: float = 2.0) -> bool:
         """Say whether bytes of a replica's answers have passed lately; asked only when its health is in doubt."""
+        replica = self.router.fleet.by_slot[slot]
+        if replica is None:
+            return False
         since_s = self.now() - within_s
-        return any(exchange.heard_from(slot, since_s) for exchange in self._exchanges)
+        return any(exchange.heard_from(replica, since_s) for exchange in self._exchanges)
+
+    def replica_busy(self, assignment: Assignment, retry_after: bytes) -> None:
+        """A replica has answered 429 or 503: spare it for as long as it asks, while others can serve."""
+        # Retry-After may also be a date (RFC 9110 section 10.2.3); engines send seconds.
+        asked_s = float(retry_after) if retry_after.isdigit() and len(retry_after) < 9 else _BACK_OFF_S
+        if self.router.fleet.has(assignment.replica):
+            self.router.room.spare(assignment.slot, self.now() + min(asked_s, _MAX_BACK_OFF_S))
 
     def may_retry(self, exchange: Exchange) -> bool:
-        """Say whether limits and budget allow one more attempt."""
-        if exchange.attempts >= self.limits.max_attempts or self.draining:
+        """Say whether limits and budget allow one more attempt, should there be a replica for it."""
+        limits = self.limits
+        if exchange.attempts >= limits.max_attempts or self.now() - exchange.routed_s > limits.retry_within_s:
             return False
-        if self.now() - exchange.started_s > self.limits.retry_within_s:
-            return False
-        if not self._budget.withdraw():
+        if not self._budget.available():
             self.tally.retries_denied += 1
             return False
         return True
 
     def retried(self, exchange: Exchange) -> None:
-        """Count a retry, against the replica that was left."""
+        """Pay for a retry and count it against the replica that was left."""
+        self._budget.withdraw()
         if exchange.assignment is not None:
-            self.tally.retries[exchange.assignment.replica.name] += 1
+            self.tally.retries[self.metric_name(exchange.assignment.replica)] += 1
+
+    def metric_name(self, replica: Replica) -> str:
+        """Return a replica's label; "" once it has been removed, so that its series do not come back."""
+        return replica.name if self.router.fleet.has(replica) else ""
 
     def pool(self, replica: Replica) -> ReplicaPool:
         """Return the connections to a replica."""
         pool = self._pools.get(replica)
         if pool is None:
-            limits = self.limits
-            pool = self._pools[replica] = ReplicaPool(
-                replica,
-                connect_timeout_s=limits.connect_timeout_s,
-                keepalive_s=limits.replica_keepalive_s,
-                max_idle=limits.max_idle_connections,
-                tls=self._replica_tls if replica.tls else None,
-                now=self.now,
-            )
+            pool = ReplicaPool(replica, self.limits, self._replica_tls if replica.tls else None, self.now)
+            if self.router.fleet.has(replica):
+                self._pools[replica] = pool
+            else:
+                # A last attempt on a replica removed meanwhile; nothing of it is kept.
+                pool.close()
         return pool
 
     def _changed(self, change: Change, replica: Replica) -> None:
@@ -313,7 +302,9 @@ class DataPlane:
             self.tally.forget_replica(replica.name)
             for key in [key for key in self._header_prefixes if key[0] == replica.name]:
                 del self._header_prefixes[key]
-        elif change in (Change.RESTARTED, Change.DOWN):
+            return
+        self.queue.room_may_be()
+        if change in (Change.RESTARTED, Change.DOWN):
             pool = self._pools.get(replica)
             if pool is not None:
                 pool.close_idle()

@@ -14,13 +14,14 @@ def tpot_s(exchange: Exchange) -> float | None:
     return (exchange.last_token_s - first_s) / (usage.completion_tokens - 1)
 
 
-def count(exchange: Exchange, tally: Tally, now_s: float) -> None:
+def count(exchange: Exchange, tally: Tally, now_s: float, replica: str) -> None:
     """Add a request that has ended to the counts.
 
     Args:
         exchange: the request.
         tally: the counts.
         now_s: monotonic seconds.
+        replica: label of the replica of its last attempt; "" for none, or for one that has left.
     """
     outcome = exchange.outcome
     assert outcome is not None
@@ -31,8 +32,10 @@ def count(exchange: Exchange, tally: Tally, now_s: float) -> None:
     if assignment is None:
         tally.requests["", "", outcome, exchange.status] += 1
         return
-    replica, policy = assignment.replica.name, assignment.policy
+    policy = assignment.policy
     tally.requests[replica, policy, outcome, exchange.status] += 1
+    if not replica:
+        return
     series = tally.of(replica, policy)
     usage = exchange.usage
     if usage is not None:

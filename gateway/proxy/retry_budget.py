@@ -34,12 +34,16 @@ class RetryBudget:
         balance = self._balance + self._share
         self._balance = balance if balance < self._ceiling else self._ceiling
 
-    def withdraw(self) -> bool:
-        """Take a retry, if there is one."""
+    def available(self) -> bool:
+        """Say whether there is a retry to take."""
         now_s = self._now()
         self._balance = min(self._balance + (now_s - self._filled_s) * self._min_per_s, self._ceiling)
         self._filled_s = now_s
-        if self._balance < 1.0:
+        return self._balance >= 1.0
+
+    def withdraw(self) -> bool:
+        """Take a retry, if there is one."""
+        if not self.available():
             return False
         self._balance -= 1.0
         return True

@@ -5,8 +5,12 @@ failures; it says what happened.
 """
 
 import asyncio
+import contextlib
+import errno
 import logging
+import socket
 import ssl
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -14,11 +18,30 @@ import httptools
 
 from gateway.proxy.failures import Cause
 from gateway.proxy.heads import Header, ResponseHead
+from gateway.proxy.limits import PlaneLimits
 
 if TYPE_CHECKING:
     from gateway.replicas.registry import Replica
 
 _log = logging.getLogger(__name__)
+
+# Nothing left on this machine to connect with; says nothing about the replica.
+_OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+
+_DEAD_AFTER_S = 30
+# A machine that lost power or network sends no FIN and no RST, and a stream may be silent for minutes. The kernel can
+# tell the difference: it probes an idle connection, and bounds how long bytes may stay unacknowledged.
+_LIVENESS = tuple(
+    (level, getattr(socket, name), value)
+    for level, name, value in (
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", _DEAD_AFTER_S * 1000),
+    )
+    if hasattr(socket, name)
+)
 
 
 class ResponseSink(Protocol):
@@ -62,6 +85,7 @@ class ReplicaConnection(asyncio.Protocol):
         "_headers",
         "_informational",
         "_parser",
+        "_paused",
         "_pieces",
         "_reason",
         "_reusable",
@@ -87,6 +111,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._reason = b""
         self._reusable = False
+        self._paused = False
         self._head: ResponseHead | None = None
         self._complete = False
         self._excess = False
@@ -107,6 +132,19 @@ class ReplicaConnection(asyncio.Protocol):
         """Write more request bytes."""
         self.transport.write(data)
 
+    def pause(self) -> None:
+        """Read no further: the client does not keep up."""
+        if not self._paused and not self.closed:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._paused:
+            self._paused = False
+            if not self.closed:
+                self.transport.resume_reading()
+
     def abandon(self) -> None:
         """End the exchange here and now: the replica sees its client leave and aborts the work."""
         self.exchange = None
@@ -116,8 +154,13 @@ class ReplicaConnection(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Keep the transport, and have the kernel watch whether the other machine is alive."""
         self.transport = cast(asyncio.Transport, transport)
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            with contextlib.suppress(OSError):
+                for level, option, value in _LIVENESS:
+                    raw.setsockopt(level, option, value)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the exchange, if one is running, what the loss means for it."""
@@ -254,44 +297,40 @@ class ReplicaPool:
     """Connections to one replica: idle ones newest first, dialled when there is none."""
 
     def __init__(
-        self,
-        replica: "Replica",
-        *,
-        connect_timeout_s: float,
-        keepalive_s: float,
-        max_idle: int,
-        tls: ssl.SSLContext | None,
-        now: Callable[[], float],
+        self, replica: "Replica", limits: PlaneLimits, tls: ssl.SSLContext | None, now: Callable[[], float]
     ) -> None:
         """Make an empty pool.
 
         Args:
             replica: where to connect.
-            connect_timeout_s: limit for TCP and TLS together.
-            keepalive_s: how long an idle connection may be reused; below the replica's own limit (uvicorn: 5 s).
-            max_idle: idle connections kept.
+            limits: how long to wait for a connection, how many idle ones to keep, and for how long.
             tls: context for https replicas.
             now: monotonic clock.
         """
         self._replica = replica
-        self._connect_timeout_s = connect_timeout_s
-        self._keepalive_s = keepalive_s
-        self._max_idle = max_idle
+        self.limit(limits)
         self._tls = tls
         self._now = now
-        self._idle: list[ReplicaConnection] = []
+        # In order of release, the newest last; one that closes leaves at no cost.
+        self._idle: OrderedDict[ReplicaConnection, None] = OrderedDict()
         self._dials: set[asyncio.Task[None]] = set()
         self.closed = False
+
+    def limit(self, limits: PlaneLimits) -> None:
+        """Use other limits from now on."""
+        self._connect_timeout_s = limits.connect_timeout_s
+        self._keepalive_s = limits.replica_keepalive_s
+        self._max_idle = limits.max_idle_connections
 
     def acquire(self) -> ReplicaConnection | None:
         """Return a live idle connection, or None if one must be dialled."""
         oldest = self._now() - self._keepalive_s
         while self._idle:
-            connection = self._idle.pop()
+            connection, _ = self._idle.popitem()
             if connection.closed or connection.transport.is_closing():
                 continue
             if connection.idle_since_s < oldest:
-                # Everything below on the stack is older still.
+                # All others are older still.
                 connection.abandon()
                 self.close_idle()
                 return None
@@ -324,37 +363,41 @@ class ReplicaPool:
         except OSError as error:
             _log.info("replica %s: connect failed: %s", replica.name, error)
             if dial.exchange is not None:
-                dial.exchange.connect_failed(Cause.REFUSED)
+                dial.exchange.connect_failed(Cause.NO_SOCKET if error.errno in _OUT_OF_SOCKETS else Cause.REFUSED)
         else:
-            if dial.exchange is not None:
-                dial.exchange.connected(connection)
-            else:
+            if dial.exchange is None:
                 self.release(connection)
+            elif connection.closed or connection.transport.is_closing():
+                # Accepted and closed at once, before this task had its turn; nobody would tell the exchange later.
+                dial.exchange.connect_failed(Cause.REFUSED)
+            else:
+                dial.exchange.connected(connection)
 
     def release(self, connection: ReplicaConnection) -> None:
         """Take back a connection whose response is complete."""
+        if connection.closed:
+            return
         if self.closed or len(self._idle) >= self._max_idle:
             connection.abandon()
             return
+        # The last bytes of a response may have paused it; the next exchange would wait for ever.
+        connection.resume()
         connection.reused = True
         connection.idle_since_s = self._now()
-        self._idle.append(connection)
+        self._idle[connection] = None
 
     def lost(self, connection: ReplicaConnection) -> None:
         """Forget a closed connection."""
-        if connection.exchange is None and connection in self._idle:
-            self._idle.remove(connection)
+        self._idle.pop(connection, None)
 
     def close_idle(self, older_than_s: float = float("inf")) -> None:
         """Close idle connections last used before a time, all of them by default."""
-        keep: list[ReplicaConnection] = []
-        for connection in self._idle:
-            if connection.idle_since_s < older_than_s:
-                connection.exchange = None
-                connection.transport.close()
-            else:
-                keep.append(connection)
-        self._idle = keep
+        while self._idle:
+            connection = next(iter(self._idle))
+            if connection.idle_since_s >= older_than_s:
+                return
+            del self._idle[connection]
+            connection.transport.close()
 
     def sweep(self) -> None:
         """Close connections idle for too long."""
