@@ -3,32 +3,19 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.catalog import POLICIES, make_policy
 from policies.predicted_ttft import PredictedTTFT
-from policies.types import Candidates, Request
+from policies.types import Candidates, Column, Request
 
 REQUEST = Request(prompt_tokens=1000.0, expected_output_tokens=100.0)
 
 
 def candidates(slots: list[int], **columns: list[float] | list[int]) -> Candidates:
     size = max(slots) + 1
-    filled: dict[str, list[float]] = {
-        name: [0.0] * size
-        for name in (
-            "in_flight",
-            "prefill_tokens",
-            "prefill_s",
-            "decodes",
-            "kv_tokens",
-            "matched_tokens",
-            "own_prefill_s",
-            "predicted_ttft_s",
-            "decode_delay_s",
-        )
-    }
+    filled: dict[str, list[float]] = {column.value: [0.0] * size for column in Column}
     filled["kv_capacity_tokens"] = [1e6] * size
     for name, values in columns.items():
         filled[name] = [float(value) for value in values]
@@ -36,6 +23,7 @@ def candidates(slots: list[int], **columns: list[float] | list[int]) -> Candidat
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
+@settings(deadline=None)
 @given(
     slots=st.sets(st.integers(0, 11), min_size=1).map(sorted),
     loads=st.lists(st.integers(0, 9), min_size=12, max_size=12),
