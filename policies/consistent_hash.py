@@ -11,6 +11,7 @@ Sources:
 - vllm-project/production-stack, src/vllm_router/routers/routing_logic.py, SessionRouter (uhashring; without a session
   key it takes the replica with the fewest requests per second).
 Differences: without a session both fall back to something that keeps nothing together; the head of the prompt does.
+`prompt_key="whole"` hashes all of the prompt's full blocks, as vllm-router hashes the body.
 Where vllm-router sends the keys of an unhealthy replica to the first healthy one, the ring is walked on, as it would
 be if the replica had been removed.
 
@@ -30,14 +31,21 @@ class ConsistentHash:
     name = "consistent_hash"
     reads: frozenset[Column] = frozenset()
 
-    def __init__(self, seed: int = 0, virtual_nodes: int = 160) -> None:
+    def __init__(self, seed: int = 0, virtual_nodes: int = 160, prompt_key: str = "head") -> None:
         """Make the policy.
 
         Args:
             seed: for requests without any key. The ring itself does not depend on it.
             virtual_nodes: points per replica on the ring.
+            prompt_key: what of the prompt is hashed when there is no session: `head` or `whole`.
+
+        Raises:
+            ValueError: unknown prompt key.
         """
+        if prompt_key not in ("head", "whole"):
+            raise ValueError(f"prompt_key must be head or whole, got {prompt_key!r}")
         self._random = Random(seed)
+        self._whole_prompt = prompt_key == "whole"
         self._ring = HashRing(virtual_nodes)
 
     def choose(self, request: Request, candidates: Candidates) -> Choice:
@@ -45,6 +53,8 @@ class ConsistentHash:
         slots = candidates.slots
         if request.session:
             key, reason = hash_text(request.session), "hash of the session"
+        elif self._whole_prompt and request.block_hashes:
+            key, reason = hash_number(request.block_hashes[-1]), "hash of the prompt"
         elif request.prefix_hash:
             key, reason = hash_number(request.prefix_hash), "hash of the prompt's head"
         else:

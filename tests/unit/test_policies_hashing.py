@@ -61,6 +61,18 @@ def test_the_session_decides_and_the_prompt_does_not() -> None:
     assert len({policy.choose(request(prefix_hash=head, session=""), view).slot for head in range(1, 50)}) > 4
 
 
+def test_the_whole_prompt_may_be_the_key() -> None:
+    policy, view = ConsistentHash(prompt_key="whole"), Candidates(tuple(range(8)))
+    same_head = [
+        Request(1000.0, 100.0, prefix_hash=1, block_hashes=(1, last), block_offsets=(0, 256, 512))
+        for last in range(2, 52)
+    ]
+    assert len({policy.choose(one, view).slot for one in same_head}) > 4
+    assert len({ConsistentHash().choose(one, view).slot for one in same_head}) == 1
+    with pytest.raises(ValueError, match="prompt_key"):
+        ConsistentHash(prompt_key="tail")
+
+
 def test_load_is_never_looked_at() -> None:
     policy = ConsistentHash()
     idle = policy.choose(request(prefix_hash=7), Candidates((0, 1, 2), in_flight=[0, 0, 0])).slot
