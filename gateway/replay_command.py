@@ -19,7 +19,7 @@ import click
     help="Policies to compare, separated by commas.",
 )
 @click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="Parameter of the workload; repeat.")
-@click.option("--requests", type=click.IntRange(min=1), help="First requests of a trace.  [default: all]")
+@click.option("--requests", type=click.IntRange(min=1), help="First requests only.  [default: all]")
 @click.option(
     "--speed",
     type=click.FloatRange(min=0, min_open=True),

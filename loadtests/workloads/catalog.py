@@ -59,7 +59,7 @@ def load_named(name: str, params: Sequence[str], seed: int, limit: int | None = 
         name: a key of `WORKLOADS`, or the path of a file.
         params: `name=value` words for a workload.
         seed: of a workload.
-        limit: keep only the first so many arrivals of a file.
+        limit: keep only so many of the first requests, or what is left of a session that has begun by then.
 
     Raises:
         ValueError: neither a workload nor a file, or parameters that do not fit.
@@ -73,6 +73,5 @@ def load_named(name: str, params: Sequence[str], seed: int, limit: int | None = 
         if params:
             raise ValueError("--param is for workloads, not for files")
         return read_load(path, limit)
-    if limit is not None:
-        raise ValueError("--requests is for files; workloads have parameters of their own")
-    return dataclasses.replace(with_params(workload, params).load(seed), name=name)
+    load = dataclasses.replace(with_params(workload, params).load(seed), name=name)
+    return load if limit is None else load.first(limit)

@@ -43,8 +43,8 @@ class Chat:
         least_think_s: nobody is faster.
     """
 
-    sessions: int = 900
-    rate_per_s: float = 8.0
+    sessions: int = 1000
+    rate_per_s: float = 12.0
     turns: float = 8.0
     most_turns: int = 40
     system_prompts: int = 12

@@ -66,8 +66,8 @@ class NoReuse:
         most_prompt_tokens: no prompt is longer.
     """
 
-    requests: int = 6000
-    rate_per_s: float = 60.0
+    requests: int = 5000
+    rate_per_s: float = 40.0
     prompt_tokens: int = 3000
     output_tokens: int = 300
     variation: float = 1.0
@@ -100,8 +100,8 @@ class ViralPrefix:
         variation: standard deviation over mean of questions and answers.
     """
 
-    requests: int = 8000
-    rate_per_s: float = 100.0
+    requests: int = 5000
+    rate_per_s: float = 50.0
     viral_share: float = 0.95
     prefix_tokens: int = 8000
     question_tokens: int = 300

@@ -6,7 +6,7 @@ stage before has drained and its time is over, as the steps of a rate ladder do.
 """
 
 from collections.abc import Sequence
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from loadtests.workloads.prompt import Prompt
@@ -63,6 +63,20 @@ class Load:
     def requests(self) -> int:
         """Turns of all sessions."""
         return sum(len(session.turns) for stage in self.stages for session in stage.sessions)
+
+    def first(self, requests: int) -> "Load":
+        """The load without the sessions that come after so many requests."""
+        stages = []
+        for stage in self.stages:
+            sessions = []
+            for session in stage.sessions:
+                if requests <= 0:
+                    break
+                sessions.append(session)
+                requests -= len(session.turns)
+            if sessions:
+                stages.append(replace(stage, sessions=sessions))
+        return Load(self.name, stages)
 
 
 class Workload(Protocol):
