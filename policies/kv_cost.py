@@ -3,18 +3,18 @@
 `kv_cost`: the least
 
     prefill_load_scale x max(queued prefill blocks + prompt blocks - overlap_credit x matched blocks, 0)
-      + decode blocks of the requests in flight
+      + decode blocks
 
 with both factors 1, ties at random; with a temperature above 0 drawn from a softmax of the negative cost, scaled to
-the range of the costs. Dynamo's worked case, prefill 8, 5, 2 and decode 10, 5, 9 blocks: costs 18, 10, 11; the second
-is chosen.
+the range of the costs. Decode blocks are those of the prompts in flight, a shared block once, that the request would
+not use itself. Dynamo's worked case, prefill 8, 5, 2 and decode 10, 5, 9 blocks: costs 18, 10, 11; the second is
+chosen.
 
 Sources: ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector/default.rs (cost, random ties, softmax) and config.rs
 (defaults), docs/design_docs/router_design.md (the worked case).
-Differences: decode blocks there are the blocks of active prompts, a shared block counted once, answers not counted
-unless `router_track_output_blocks` is on; here they are the tokens of requests in flight, shared ones each time, with
-the answers expected of them. The prompt's own blocks are left out of them: they are the same for everybody. Host and
-disk tiers, taints and the decay of the overlap credit are not rebuilt.
+Differences: Dynamo's decode blocks are all that would be in use with the request there; its own blocks are the same
+for everybody and left out here. Which requests have ended is guessed, see `ActiveBlocks`. Answers are not counted, as
+without `router_track_output_blocks`. Host and disk tiers, taints and the decay of the overlap credit are not rebuilt.
 
 `lmetric`: the least
 
@@ -33,6 +33,7 @@ from math import exp
 from random import Random
 
 from policies.draw import draw
+from policies.peer_blocks import ActiveBlocks
 from policies.types import Candidates, Choice, Column, Request
 
 BLOCK_TOKENS = 16.0
@@ -43,7 +44,7 @@ class KvCost:
     """Least cost in KV blocks. See the module for the rule."""
 
     name = "kv_cost"
-    reads = frozenset({Column.PREFILL_TOKENS, Column.MATCHED_TOKENS, Column.KV_TOKENS})
+    reads = frozenset({Column.PREFILL_TOKENS, Column.MATCHED_TOKENS, Column.IN_FLIGHT})
 
     def __init__(
         self,
@@ -69,16 +70,23 @@ class KvCost:
         self.prefill_load_scale = prefill_load_scale
         self.overlap_credit = overlap_credit
         self.temperature = temperature
+        self._active = ActiveBlocks()
 
     def choose(self, request: Request, candidates: Candidates) -> Choice:
         """Pick the least cost, or draw by it."""
         slots = candidates.slots
-        queued, matched, held = candidates.prefill_tokens, candidates.matched_tokens, candidates.kv_tokens
+        queued, matched, in_flight = candidates.prefill_tokens, candidates.matched_tokens, candidates.in_flight
         scale, credit, tokens = self.prefill_load_scale, self.overlap_credit, request.prompt_tokens
         prefills = [queued[slot] + tokens - credit * matched[slot] for slot in slots]
         if min(prefills) < 0.0:
             prefills = [max(prefill, 0.0) for prefill in prefills]
-        costs = [(scale * prefill + held[slot]) / BLOCK_TOKENS for slot, prefill in zip(slots, prefills, strict=True)]
+        active, hashes, offsets = self._active, request.block_hashes, request.block_offsets
+        held: list[float] = [active.keep(slot, in_flight[slot]) for slot in slots]
+        per_byte = tokens / request.canonical_bytes if hashes else 0.0
+        shared = active.shared(hashes, offsets)
+        if shared:
+            held = [own - shared.get(slot, 0) * per_byte for slot, own in zip(slots, held, strict=True)]
+        costs = [(scale * prefill + decode) / BLOCK_TOKENS for prefill, decode in zip(prefills, held, strict=True)]
         least = min(costs)
         if self.temperature == 0.0:
             slot, ties = draw(slots, costs, least, self._random)
@@ -87,15 +95,20 @@ class KvCost:
             slot = slots[self._sample(costs, least)]
             reason = "drawn by cost"
         position = slots.index(slot)
+        active.start(slot, hashes, offsets, per_byte, tokens)
         return Choice(
             slot,
             reason,
             {
                 "cost_blocks": costs[position],
                 "prefill_blocks": prefills[position] / BLOCK_TOKENS,
-                "decode_blocks": held[slot] / BLOCK_TOKENS,
+                "decode_blocks": held[position] / BLOCK_TOKENS,
             },
         )
+
+    def forget(self, slot: int) -> None:
+        """Forget the replica's requests."""
+        self._active.forget(slot)
 
     def _sample(self, costs: list[float], least: float) -> int:
         spread = max(costs) - least

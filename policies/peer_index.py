@@ -1,11 +1,10 @@
 """What peers believe their replicas hold, where that belief is part of how they route.
 
-Each peer fills an index of its own from its own decisions and asks no engine. Three are rebuilt here, over the block
+Each peer fills an index of its own from its own decisions and asks no engine. Two are rebuilt here, over the block
 hashes of a request instead of characters or tokens; a match is therefore rounded down to a block.
 
 - `OwnerTree`: SGLang's radix tree over all replicas, whose nodes remember who came first.
 - `BlockLru`: llm-d's list of recently used blocks per replica, far larger than what an engine holds.
-- `UseBook`: Preble's record of how often each cached block was asked for.
 
 Pure: nothing here looks at a clock or draws a random number.
 """
@@ -160,19 +159,7 @@ class BlockLru:
 
     def match(self, hashes: Sequence[int], offsets: Sequence[int]) -> dict[int, int]:
         """Return the matched canonical bytes of each slot that has any."""
-        matched: dict[int, int] = {}
-        find = self._holders.get
-        start = run = 0
-        position = -1
-        for position, block in enumerate(hashes):
-            holders = find(block, 0)
-            if holders != run:
-                _credit(matched, run, offsets[position] - offsets[start])
-                run, start = holders, position
-            if not holders:
-                return matched
-        _credit(matched, run, offsets[position + 1] - offsets[start])
-        return matched
+        return leading_bytes(self._holders, hashes, offsets)
 
     def insert(self, slot: int, hashes: Sequence[int], offsets: Sequence[int], tokens_per_byte: float) -> None:
         """The replica is about to hold this prompt.
@@ -220,6 +207,25 @@ class BlockLru:
             del self._holders[block]
 
 
+def leading_bytes(holders: dict[int, int], hashes: Sequence[int], offsets: Sequence[int]) -> dict[int, int]:
+    """Sum, for each slot, the bytes of its blocks before the first block that nobody has."""
+    matched: dict[int, int] = {}
+    find = holders.get
+    start = run = 0
+    position = -1
+    # Neighbouring blocks mostly have the same holders: one sum per run of them.
+    for position, block in enumerate(hashes):
+        bits = find(block, 0)
+        if bits != run:
+            _credit(matched, run, offsets[position] - offsets[start])
+            run, start = bits, position
+        if not bits:
+            return matched
+    if run:
+        _credit(matched, run, offsets[position + 1] - offsets[start])
+    return matched
+
+
 def _credit(matched: dict[int, int], holders: int, size: int) -> None:
     """Add a size to every slot whose bit is set."""
     while holders:
@@ -227,96 +233,3 @@ def _credit(matched: dict[int, int], holders: int, size: int) -> None:
         slot = lowest.bit_length() - 1
         matched[slot] = matched.get(slot, 0) + size
         holders ^= lowest
-
-
-class _Use:
-    """One cached block: its tokens, how often it was asked for of late, and when last."""
-
-    __slots__ = ("last_s", "tokens", "uses")
-
-    def __init__(self, tokens: int, now_s: float) -> None:
-        self.tokens = tokens
-        self.uses = 1
-        self.last_s = now_s
-
-
-class UseBook:
-    """What each replica probably caches, with how often it was asked for: what would be lost by evicting it.
-
-    Source: WukLab/preble, multi_node/global_scheduler_with_time.py (`virtual_evict_for_routing`, a window of three
-    minutes). Blocks instead of tree nodes; least recently used first, tails before roots, as the engine evicts.
-    """
-
-    def __init__(self, window_s: float) -> None:
-        """Make an empty book.
-
-        Args:
-            window_s: uses older than this count for nothing.
-        """
-        self._window_s = window_s
-        self._blocks: dict[int, OrderedDict[int, _Use]] = {}
-        self._tokens: dict[int, int] = {}
-
-    def insert(
-        self,
-        slot: int,
-        hashes: Sequence[int],
-        offsets: Sequence[int],
-        tokens_per_byte: float,
-        capacity_tokens: float,
-        now_s: float,
-    ) -> None:
-        """The replica is about to hold this prompt, and evicts for it what it must.
-
-        Args:
-            slot: the replica.
-            hashes: block hashes of the prompt.
-            offsets: bytes covered by the first k blocks.
-            tokens_per_byte: tokens of this prompt per canonical byte.
-            capacity_tokens: what the replica can hold.
-            now_s: seconds.
-        """
-        blocks = self._blocks.setdefault(slot, OrderedDict())
-        total = self._tokens.get(slot, 0)
-        expired_s = now_s - self._window_s
-        for position in range(len(hashes) - 1, -1, -1):
-            block = hashes[position]
-            use = blocks.get(block)
-            if use is None:
-                tokens = max(round((offsets[position + 1] - offsets[position]) * tokens_per_byte), 1)
-                blocks[block] = _Use(tokens, now_s)
-                total += tokens
-                continue
-            blocks.move_to_end(block)
-            use.uses = use.uses + 1 if use.last_s >= expired_s else 1
-            use.last_s = now_s
-        while total > capacity_tokens and blocks:
-            total -= blocks.popitem(last=False)[1].tokens
-        self._tokens[slot] = total
-
-    def tokens_lost(self, slot: int, needed_tokens: float, capacity_tokens: float, now_s: float) -> float:
-        """Return the tokens that would be evicted to make room, each times its uses within the window.
-
-        Args:
-            slot: the replica.
-            needed_tokens: tokens to make room for.
-            capacity_tokens: what the replica can hold.
-            now_s: seconds.
-        """
-        over = self._tokens.get(slot, 0) + needed_tokens - capacity_tokens
-        if over <= 0.0:
-            return 0.0
-        lost = 0.0
-        expired_s = now_s - self._window_s
-        for use in self._blocks.get(slot, {}).values():
-            if use.last_s >= expired_s:
-                lost += use.tokens * use.uses
-            over -= use.tokens
-            if over <= 0.0:
-                break
-        return lost
-
-    def forget(self, slot: int) -> None:
-        """The replica holds nothing any more."""
-        self._blocks.pop(slot, None)
-        self._tokens.pop(slot, None)
