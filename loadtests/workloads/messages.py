@@ -18,7 +18,7 @@ _ROLES = {"system": "system", "assistant": "assistant"}
 
 
 def part_text(part: Part, synthesizer: PromptSynthesizer) -> str:
-    """Text of a part, `bytes_per_token` bytes of the synthesiser per token; shorter parts of its content are prefixes."""
+    """Text of a part, of the synthesiser's bytes per token; that of a shorter part of its content is a prefix of it."""
     blocks = -(-part.tokens // BLOCK_TOKENS)
     content = part.content.to_bytes(8, "little")
     ids = [xxh3_64_intdigest(content, number) for number in range(blocks)]
