@@ -7,6 +7,10 @@ Rule: minimise over the candidates
       + decode_price x delay put on running decodes
       + memory_price x share of KV memory this request would overcommit
 
+Memory is overcommitted when what the engine uses (scraped), what its running answers will still grow by, and what this
+request adds exceed what it has; then requests wait, or are preempted, for tens of seconds. Without scraped metrics the
+requests' own uncached prompts and expected answers stand in; a prefix that many share counts once at most.
+
 Why not TTFT alone: two replicas with equal queues look alike to the request, but computing a prefix twice costs the
 fleet twice. Minimising TTFT greedily fragments prefixes over the fleet until every cache holds everything and none
 holds enough (Mooncake, FAST'25, Algorithm 1, is the greedy form). With prefill_price >= 1 a cached prefix is left only
@@ -31,9 +35,13 @@ class PredictedTTFT:
             Column.PREDICTED_TTFT_S,
             Column.OWN_PREFILL_S,
             Column.DECODE_DELAY_S,
-            Column.KV_TOKENS,
-            Column.KV_CAPACITY_TOKENS,
             Column.MATCHED_TOKENS,
+            Column.IN_FLIGHT,
+            Column.DECODES,
+            Column.PREFILL_TOKENS,
+            Column.KV_OWN_TOKENS,
+            Column.KV_CAPACITY_TOKENS,
+            Column.ENGINE_KV_USAGE,
         }
     )
 
@@ -60,17 +68,26 @@ class PredictedTTFT:
     def choose(self, request: Request, candidates: Candidates) -> Choice:
         """Pick the candidate of least cost."""
         ttft, own, delay = candidates.predicted_ttft_s, candidates.own_prefill_s, candidates.decode_delay_s
-        held, capacity = candidates.kv_tokens, candidates.kv_capacity_tokens
+        matched, capacity = candidates.matched_tokens, candidates.kv_capacity_tokens
+        in_flight, decodes, prefill = candidates.in_flight, candidates.decodes, candidates.prefill_tokens
+        own_kv, usage = candidates.kv_own_tokens, candidates.engine_kv_usage
         prefill_price, decode_price = self.prefill_price, self.decode_price
-        needed = request.prompt_tokens + request.expected_output_tokens
+        output = request.expected_output_tokens
+        needed = request.prompt_tokens + output
         best_cost = float("inf")
         best = candidates.slots[0]
         ties = 1
         for slot in candidates.slots:
             cost = ttft[slot] + prefill_price * own[slot] + decode_price * delay[slot]
-            over = held[slot] + needed - capacity[slot]
+            room = capacity[slot]
+            running = decodes[slot]
+            # Running answers are half done on average; those before their first token have everything to come.
+            held = usage[slot] * room + (in_flight[slot] - 0.5 * running) * output + prefill[slot]
+            if own_kv[slot] > held:
+                held = own_kv[slot]
+            over = held + needed - matched[slot] - room
             if over > 0.0:
-                cost += self.memory_price * over / capacity[slot]
+                cost += self.memory_price * over / room
             if cost < best_cost * (1.0 - _TIE):
                 best_cost, best, ties = cost, slot, 1
             elif cost <= best_cost * (1.0 + _TIE):

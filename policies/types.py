@@ -36,6 +36,8 @@ class Column(StrEnum):
     """Requests whose first token has been seen and which have not ended."""
     KV_TOKENS = "kv_tokens"
     """Tokens of KV memory held by requests in flight (prompt and expected output)."""
+    KV_OWN_TOKENS = "kv_own_tokens"
+    """Of those, what no other request shares: uncached prompt and expected output."""
     KV_CAPACITY_TOKENS = "kv_capacity_tokens"
     """Tokens of KV memory the engine has."""
     MATCHED_TOKENS = "matched_tokens"
@@ -44,6 +46,8 @@ class Column(StrEnum):
     """Predicted seconds of prefill for the uncached part of this prompt. Per request."""
     PREDICTED_TTFT_S = "predicted_ttft_s"
     """Predicted seconds from now to the first token. Per request."""
+    DECODE_STEP_S = "decode_step_s"
+    """Predicted seconds of one decode step with the decodes that run now. Per request, like the other predictions."""
     DECODE_DELAY_S = "decode_delay_s"
     """Predicted seconds of delay this prefill adds, summed over the replica's running decodes. Per request."""
     ENGINE_WAITING = "engine_waiting"
@@ -91,11 +95,13 @@ class Candidates:
     prefill_s: Sequence[float] = ()
     decodes: Sequence[int] = ()
     kv_tokens: Sequence[float] = ()
+    kv_own_tokens: Sequence[float] = ()
     kv_capacity_tokens: Sequence[float] = ()
     matched_tokens: Sequence[float] = ()
     own_prefill_s: Sequence[float] = ()
     predicted_ttft_s: Sequence[float] = ()
     decode_delay_s: Sequence[float] = ()
+    decode_step_s: Sequence[float] = ()
     engine_waiting: Sequence[int] = ()
     engine_running: Sequence[int] = ()
     engine_kv_usage: Sequence[float] = ()

@@ -130,10 +130,11 @@ class Predictor:
         ahead_s: Sequence[float],
         ahead_tokens: Sequence[float],
         decodes: Sequence[int],
-        kv_tokens: Sequence[float],
+        context_tokens: Sequence[float],
         own_prefill_s: list[float],
         predicted_ttft_s: list[float],
         decode_delay_s: list[float],
+        decode_step_s: list[float],
     ) -> None:
         """Fill the per-request columns for the candidate slots.
 
@@ -144,10 +145,11 @@ class Predictor:
             ahead_s: by slot, corrected seconds of prefill ahead.
             ahead_tokens: by slot, tokens of prefill ahead.
             decodes: by slot, running decodes.
-            kv_tokens: by slot, KV tokens of requests in flight.
+            context_tokens: by slot, tokens of history that a decode step reads.
             own_prefill_s: by slot, written: corrected seconds of own prefill.
             predicted_ttft_s: by slot, written: predicted seconds to the first token.
             decode_delay_s: by slot, written: seconds of delay put on running decodes, summed over them.
+            decode_step_s: by slot, written: seconds of one decode step with the decodes that run now.
         """
         constants, budget = self._constants, self.token_budget
         for slot in slots:
@@ -161,14 +163,18 @@ class Predictor:
             steps = int((ahead_tokens[slot] + new) / budget) + 1
             floor = steps * weights
             if running:
-                shared = overhead + kv_tokens[slot] * per_kv + running * per_token
-                work = own + steps * shared
+                compute = running * per_token
+                shared = overhead + context_tokens[slot] * per_kv
+                step = shared + (weights if weights > compute else compute)
+                work = own + steps * (shared + compute)
                 if ahead == 0.0:
-                    work += 0.5 * (weights + shared)
+                    work += 0.5 * step
                 decode_delay_s[slot] = running * factor * own
             else:
+                step = weights + overhead
                 work = own + steps * overhead
                 decode_delay_s[slot] = 0.0
+            decode_step_s[slot] = factor * step
             if ahead + factor * own < factor * floor:
                 # So little to compute that reading the weights takes longer.
                 total = factor * (work + floor - own)

@@ -25,7 +25,9 @@ class Ticket:
     """What one attempt of one request holds on one replica."""
 
     __slots__ = (
+        "_context_tokens",
         "_generation",
+        "_kv_own_tokens",
         "_kv_tokens",
         "_ledger",
         "_phase",
@@ -43,6 +45,8 @@ class Ticket:
         prefill_tokens: float,
         prefill_s: float,
         kv_tokens: float,
+        kv_own_tokens: float,
+        context_tokens: float,
     ) -> None:
         self.slot = slot
         self._ledger = ledger
@@ -51,6 +55,8 @@ class Ticket:
         self._prefill_tokens = prefill_tokens
         self._prefill_s = prefill_s
         self._kv_tokens = kv_tokens
+        self._kv_own_tokens = kv_own_tokens
+        self._context_tokens = context_tokens
         self._phase = _WAITING
 
     def first_token(self, now_s: float) -> None:
@@ -62,6 +68,7 @@ class Ticket:
         if ledger._generations[slot] != self._generation:
             return
         ledger.decodes[slot] += 1
+        ledger.context_tokens[slot] += self._context_tokens
         ledger._release_prefill(self, now_s)
 
     def finish(self, now_s: float | None = None) -> None:
@@ -82,10 +89,14 @@ class Ticket:
             is_head = ledger._heads[slot] is self
             ledger._release_prefill(self, now_s if is_head else None)
         else:
-            ledger.decodes[slot] -= 1
+            decodes = ledger.decodes[slot] - 1
+            ledger.decodes[slot] = decodes
+            context_tokens = ledger.context_tokens[slot] - self._context_tokens
+            ledger.context_tokens[slot] = max(context_tokens, 0.0) if decodes else 0.0
         left = ledger.in_flight[slot] - 1
         ledger.in_flight[slot] = left
         ledger.kv_tokens[slot] = max(ledger.kv_tokens[slot] - self._kv_tokens, 0.0) if left else 0.0
+        ledger.kv_own_tokens[slot] = max(ledger.kv_own_tokens[slot] - self._kv_own_tokens, 0.0) if left else 0.0
 
 
 class LoadLedger:
@@ -99,8 +110,10 @@ class LoadLedger:
         "_generations",
         "_heads",
         "_queues",
+        "context_tokens",
         "decodes",
         "in_flight",
+        "kv_own_tokens",
         "kv_tokens",
         "prefill_tokens",
         "prefill_work_s",
@@ -115,8 +128,12 @@ class LoadLedger:
         """Predicted prefill seconds of requests before their first token, nothing taken off for progress."""
         self.decodes: list[int] = []
         """Requests past their first token."""
+        self.context_tokens: list[float] = []
+        """History that one decode step reads: prompt and half the expected output of requests past their first token."""
         self.kv_tokens: list[float] = []
         """Prompt and expected output tokens of requests in flight."""
+        self.kv_own_tokens: list[float] = []
+        """Of those, what no other request shares: uncached prompt and expected output. Adds up to memory."""
         self._generations: list[int] = []
         # OrderedDict, not dict: finding the first key of a dict after many removals walks over the holes.
         self._queues: list[OrderedDict[Ticket, None]] = []
@@ -135,7 +152,9 @@ class LoadLedger:
             self.prefill_tokens.append(0.0)
             self.prefill_work_s.append(0.0)
             self.decodes.append(0)
+            self.context_tokens.append(0.0)
             self.kv_tokens.append(0.0)
+            self.kv_own_tokens.append(0.0)
             self._generations.append(0)
             self._queues.append(OrderedDict())
             self._heads.append(None)
@@ -150,7 +169,9 @@ class LoadLedger:
         self.prefill_tokens[slot] = 0.0
         self.prefill_work_s[slot] = 0.0
         self.decodes[slot] = 0
+        self.context_tokens[slot] = 0.0
         self.kv_tokens[slot] = 0.0
+        self.kv_own_tokens[slot] = 0.0
         self._queues[slot] = OrderedDict()
         self._heads[slot] = None
         self._busy_since_s[slot] = 0.0
@@ -184,12 +205,16 @@ class LoadLedger:
             uncached_tokens = 0.0
         kv_tokens = prompt_tokens + output_tokens
         if not 0.0 <= kv_tokens < 1e12:
-            kv_tokens = 0.0
-        ticket = Ticket(self, slot, now_s, uncached_tokens, prefill_s, kv_tokens)
+            kv_tokens = output_tokens = 0.0
+        kv_own_tokens = uncached_tokens + output_tokens
+        ticket = Ticket(
+            self, slot, now_s, uncached_tokens, prefill_s, kv_tokens, kv_own_tokens, kv_tokens - output_tokens * 0.5
+        )
         self.in_flight[slot] += 1
         self.prefill_tokens[slot] += uncached_tokens
         self.prefill_work_s[slot] += prefill_s
         self.kv_tokens[slot] += kv_tokens
+        self.kv_own_tokens[slot] += kv_own_tokens
         self._queues[slot][ticket] = None
         if self._heads[slot] is None:
             self._heads[slot] = ticket

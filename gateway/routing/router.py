@@ -258,6 +258,7 @@ class Router:
         self._own_s: list[float] = []
         self._ttft_s: list[float] = []
         self._delay_s: list[float] = []
+        self._step_s: list[float] = []
         self._names: list[str] = []
         self._waiting: list[int] = []
         self._running: list[int] = []
@@ -272,11 +273,13 @@ class Router:
             prefill_s=self._ahead_s,
             decodes=ledger.decodes,
             kv_tokens=ledger.kv_tokens,
+            kv_own_tokens=ledger.kv_own_tokens,
             kv_capacity_tokens=self._capacity_tokens,
             matched_tokens=self._matched_tokens,
             own_prefill_s=self._own_s,
             predicted_ttft_s=self._ttft_s,
             decode_delay_s=self._delay_s,
+            decode_step_s=self._step_s,
             engine_waiting=self._waiting,
             engine_running=self._running,
             engine_kv_usage=self._kv_usage,
@@ -459,10 +462,11 @@ class Router:
             self._ahead_s,
             ledger.prefill_tokens,
             ledger.decodes,
-            ledger.kv_tokens,
+            ledger.context_tokens,
             self._own_s,
             self._ttft_s,
             self._delay_s,
+            self._step_s,
         )
 
     def _read_engines(self, now_s: float) -> None:
@@ -502,7 +506,14 @@ class Router:
         while len(self._capacity_tokens) <= slot:
             self._capacity_tokens.append(DEFAULT_CAPACITY_TOKENS)
             self._matched_tokens.append(0.0)
-            for column in (self._ahead_s, self._own_s, self._ttft_s, self._delay_s, self._kv_usage):
+            for column in (
+                self._ahead_s,
+                self._own_s,
+                self._ttft_s,
+                self._delay_s,
+                self._step_s,
+                self._kv_usage,
+            ):
                 column.append(0.0)
             self._waiting.append(0)
             self._running.append(0)

@@ -99,9 +99,39 @@ def test_delay_of_running_decodes_counts() -> None:
 
 def test_overcommitted_memory_counts() -> None:
     view = candidates(
-        [0, 1], predicted_ttft_s=[0.2, 0.25], kv_tokens=[99_500, 0], kv_capacity_tokens=[100_000, 100_000]
+        [0, 1], predicted_ttft_s=[0.2, 0.25], kv_own_tokens=[99_500, 0], kv_capacity_tokens=[100_000, 100_000]
     )
     assert PredictedTTFT().choose(REQUEST, view).slot == 1
+
+
+def test_memory_in_use_and_the_growth_of_running_answers_count() -> None:
+    # Both replicas look alike but for what the engine uses already; 10 answers have 50 tokens each to go.
+    view = candidates(
+        [0, 1],
+        predicted_ttft_s=[0.2, 0.25],
+        in_flight=[10, 10],
+        decodes=[10, 10],
+        engine_kv_usage=[0.99, 0.5],
+        kv_capacity_tokens=[100_000, 100_000],
+    )
+    choice = PredictedTTFT().choose(REQUEST, view)
+    assert choice.slot == 1
+    assert choice.terms["cost_s"] == 0.25
+    # 99,000 used + 500 to come + 1,100 of this request: 600 too many, at 10 s per 100 %.
+    alone = PredictedTTFT().choose(
+        REQUEST,
+        candidates(
+            [0],
+            **{
+                "predicted_ttft_s": [0.2],
+                "in_flight": [10],
+                "decodes": [10],
+                "engine_kv_usage": [0.99],
+                "kv_capacity_tokens": [100_000],
+            },
+        ),
+    )
+    assert alone.terms["cost_s"] == pytest.approx(0.2 + 10 * 600 / 100_000)
 
 
 def test_ties_are_drawn_evenly() -> None:

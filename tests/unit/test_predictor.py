@@ -21,8 +21,8 @@ def predict(
     decodes: int = 0,
     kv_tokens: float = 0.0,
 ) -> tuple[float, float, float]:
-    own, ttft, delay = [0.0], [0.0], [0.0]
-    predictor.fill([0], prompt, [matched], [ahead_s], [ahead_tokens], [decodes], [kv_tokens], own, ttft, delay)
+    own, ttft, delay, step = [0.0], [0.0], [0.0], [0.0]
+    predictor.fill([0], prompt, [matched], [ahead_s], [ahead_tokens], [decodes], [kv_tokens], own, ttft, delay, step)
     return own[0], ttft[0], delay[0]
 
 
