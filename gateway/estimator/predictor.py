@@ -175,11 +175,10 @@ class Predictor:
                 work = own + steps * overhead
                 decode_delay_s[slot] = 0.0
             decode_step_s[slot] = factor * step
+            total = factor * work + ahead
             if ahead + factor * own < factor * floor:
                 # So little to compute that reading the weights takes longer.
                 total = factor * (work + floor - own)
-            else:
-                total = factor * work + ahead
             own_prefill_s[slot] = factor * own
             predicted_ttft_s[slot] = calibration.constant_s + total
 

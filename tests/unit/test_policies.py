@@ -122,13 +122,11 @@ def test_memory_in_use_and_the_growth_of_running_answers_count() -> None:
         REQUEST,
         candidates(
             [0],
-            **{
-                "predicted_ttft_s": [0.2],
-                "in_flight": [10],
-                "decodes": [10],
-                "engine_kv_usage": [0.99],
-                "kv_capacity_tokens": [100_000],
-            },
+            predicted_ttft_s=[0.2],
+            in_flight=[10],
+            decodes=[10],
+            engine_kv_usage=[0.99],
+            kv_capacity_tokens=[100_000],
         ),
     )
     assert alone.terms["cost_s"] == pytest.approx(0.2 + 10 * 600 / 100_000)
