@@ -566,7 +566,7 @@ class Exchange:
             return False
         if self._observer is not None:
             return not self._observer.ended_properly()
-        if not self._holding or b"json" not in head.content_type:
+        if not self._holding or b"json" not in head.content_type or head.encoded:
             return False
         try:
             orjson.loads(b"".join(self._held))

@@ -93,6 +93,7 @@ _IN_REQUESTS = _Kinds(
 _IN_RESPONSES = _Kinds(
     _HOP_BY_HOP
     | {
+        b"content-encoding": _CONTENT_ENCODING,
         b"content-type": _CONTENT_TYPE,
         b"location": _LOCATION,
         b"retry-after": _RETRY_AFTER,
@@ -360,10 +361,11 @@ class ResponseHead:
         passed: the header lines that go on to the client, ready to send.
         content_length: declared length; None when absent.
         chunked: the body comes in chunks.
+        encoded: the body has a Content-Encoding.
         content_type, retry_after: special headers, b"" if absent.
     """
 
-    __slots__ = ("chunked", "content_length", "content_type", "passed", "reason", "retry_after", "status")
+    __slots__ = ("chunked", "content_length", "content_type", "encoded", "passed", "reason", "retry_after", "status")
 
     def __init__(self, status: int, reason: bytes, headers: Sequence[Header], origin: bytes = b"") -> None:
         """Read a head.
@@ -379,6 +381,7 @@ class ResponseHead:
         self.content_length: int | None = None
         self.chunked = False
         self.content_type = b""
+        self.encoded = False
         self.retry_after = b""
         passing = _IN_RESPONSES.passing
         special = _IN_RESPONSES.special
@@ -396,6 +399,8 @@ class ResponseHead:
                     self.content_type = value
                 elif kind == _RETRY_AFTER:
                     self.retry_after = value
+                elif kind == _CONTENT_ENCODING:
+                    self.encoded = True
                 elif kind == _LOCATION and origin:
                     header = (name, _relative(value, origin))
                 passed.append(b": ".join(header))

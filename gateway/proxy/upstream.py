@@ -257,7 +257,7 @@ class ReplicaConnection(asyncio.Protocol):
         if 100 <= status < 200:
             self._informational = True
             return
-        head = ResponseHead(status, self._reason, self._headers)
+        head = ResponseHead(status, self._reason, self._headers, self.pool.origin)
         self._head = head
         if self.exchange.method == b"HEAD":
             # llhttp cannot know that no body follows here; do not reuse a connection whose parser waits for one.
@@ -308,6 +308,7 @@ class ReplicaPool:
             now: monotonic clock.
         """
         self._replica = replica
+        self.origin = replica.host_header + replica.base_path.encode()
         self.limit(limits)
         self._tls = tls
         self._now = now
