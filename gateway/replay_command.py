@@ -67,6 +67,15 @@ import click
     metavar="SECONDS",
     help="Until the gateway sees what an engine has done.",
 )
+@click.option("--kv-events", is_flag=True, help="The engines' KV events correct the prefix map.")
+@click.option(
+    "--kv-events-lost",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    metavar="SHARE",
+    help="KV events that never arrive.",
+)
 @click.option("--fail", "ends", multiple=True, metavar="SLOT@SECONDS", help="A replica's process ends; repeat.")
 @click.option("--restart", "starts", multiple=True, metavar="SLOT@SECONDS", help="A new process starts; repeat.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the workload and the policies.")
@@ -96,6 +105,8 @@ def replay(
     announce_output: bool,
     scrape_interval_s: float,
     event_delay_s: float,
+    kv_events: bool,
+    kv_events_lost: float,
     ends: tuple[str, ...],
     starts: tuple[str, ...],
     seed: int,
@@ -144,6 +155,8 @@ def replay(
             speed=speed,
             scrape_interval_s=scrape_interval_s,
             event_delay_s=event_delay_s,
+            kv_events=kv_events,
+            kv_events_lost=kv_events_lost,
             incidents=incidents(ends, starts, len(engines)),
             announce_output=announce_output,
         )

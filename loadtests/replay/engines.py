@@ -29,7 +29,9 @@ class SimulatedReplica:
         ends_s: when the step under way ends; None while idle.
     """
 
-    def __init__(self, slot: int, model: ReplicaModel, events: Events, quiet_until: Callable[[], float]) -> None:
+    def __init__(
+        self, slot: int, model: ReplicaModel, events: Events, quiet_until: Callable[[], float], collect_events: bool
+    ) -> None:
         """Start a process.
 
         Args:
@@ -37,10 +39,12 @@ class SimulatedReplica:
             model: constants and limits.
             events: the clock.
             quiet_until: tells until when no request can come in.
+            collect_events: the engine reports its KV events.
         """
         self.slot = slot
         self.model = model
-        self.engine = Engine(model.cost, model.limits)
+        self._collect_events = collect_events
+        self.engine = self._new_engine()
         self.alive = True
         self.started_s = 0.0
         self.ends_s: float | None = None
@@ -75,7 +79,7 @@ class SimulatedReplica:
         self.alive = False
         self._incarnation += 1
         self._preemptions_before += self.engine.preemptions
-        self.engine = Engine(self.model.cost, self.model.limits)
+        self.engine = self._new_engine()
         self.ends_s = None
         self._scheduled = False
         self._running = self._waiting = 0
@@ -101,6 +105,9 @@ class SimulatedReplica:
             process_start_s=self.started_s,
             scraped_at_s=self._events.now_s,
         )
+
+    def _new_engine(self) -> Engine:
+        return Engine(self.model.cost, self.model.limits, collect_events=self._collect_events)
 
     def _begin(self, incarnation: int) -> None:
         if incarnation != self._incarnation:

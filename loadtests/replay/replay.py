@@ -25,6 +25,7 @@ from gateway.routing.router import Assignment, NoReplica
 from loadtests.engine import EngineRequest, StepResult
 from loadtests.replay.engines import SimulatedReplica
 from loadtests.replay.events import ARRIVAL, REPORT, Events
+from loadtests.replay.kv_events import EventFeed
 from loadtests.replay.record import RequestRecord, TokenGaps
 from loadtests.replay.settings import ReplaySettings
 from loadtests.replay.wiring import GatewayParts, body_of, wire
@@ -86,11 +87,22 @@ class Replay:
         self._router = self._gateway.router
         self._policy = policy
         self._replicas = [
-            SimulatedReplica(slot, model, self._events, self._quiet_until)
+            SimulatedReplica(slot, model, self._events, self._quiet_until, settings.kv_events)
             for slot, model in enumerate(settings.replicas)
         ]
         for replica in self._replicas:
             replica.on_step_end = self._step_ended
+        self._feeds = [
+            EventFeed(
+                self._router.index,
+                self._gateway.keys,
+                replica.slot,
+                replica.model.limits.block_size_tokens,
+                settings.kv_events_lost,
+                settings.seed,
+            )
+            for replica in (self._replicas if settings.kv_events else ())
+        ]
         self._in_engines: dict[EngineRequest, RequestRecord] = {}
         self._records: list[RequestRecord] = []
         self._gaps = TokenGaps()
@@ -283,15 +295,26 @@ class Replay:
                     gaps.preempted(request, began_s)
             for request in result.resumed:
                 gaps.resumed(request, now_s)
+        delay_s = self._settings.event_delay_s
+        if self._feeds and (result.stored or result.removed or result.finished):
+            if delay_s > 0:
+                self._events.at(now_s + delay_s, REPORT, self._map_learns, replica.slot, result)
+            else:
+                self._map_learns(replica.slot, result)
         if not result.first_tokens and not result.finished:
             return
         first = [(record, record.assignment) for record in map(in_engines.__getitem__, result.first_tokens)]
         ended = [in_engines.pop(request) for request in result.finished]
-        delay_s = self._settings.event_delay_s
         if delay_s > 0:
             self._events.at(now_s + delay_s, REPORT, self._tell, first, ended)
         else:
             self._tell(first, ended)
+
+    def _map_learns(self, slot: int, result: StepResult) -> None:
+        feed = self._feeds[slot]
+        feed.apply(result.stored, result.removed)
+        for request in result.finished:
+            feed.ended(request)
 
     def _tell(self, first: list[tuple[RequestRecord, Assignment | None]], ended: list[RequestRecord]) -> None:
         """Tokens reach the gateway, and through it the client."""
@@ -319,6 +342,8 @@ class Replay:
         if not replica.alive:
             return
         replica.die()
+        if self._feeds:
+            self._feeds[replica.slot].restarted()
         lost = [(request, record) for request, record in self._in_engines.items() if record.slot == replica.slot]
         for request, _ in lost:
             del self._in_engines[request]

@@ -54,6 +54,8 @@ class ReplaySettings:
         speed: sessions arrive this many times faster than the workload says.
         scrape_interval_s: age at which the gateway's view of engine metrics is renewed; 0 for once, at the start.
         event_delay_s: from the end of an engine's step until the gateway, and with it the client, sees its tokens.
+        kv_events: the engines' KV events correct the prefix map.
+        kv_events_lost: share of them that never arrives.
         incidents: replicas that end and start.
         announce_output: requests state the length of their answer as `max_tokens`.
         health_interval_s: between two health probes of a replica.
@@ -66,6 +68,8 @@ class ReplaySettings:
     speed: float = 1.0
     scrape_interval_s: float = 1.0
     event_delay_s: float = 0.0
+    kv_events: bool = False
+    kv_events_lost: float = 0.0
     incidents: Sequence[Incident] = ()
     announce_output: bool = False
     health_interval_s: float = 2.0

@@ -1,5 +1,6 @@
 """The gateway's parts, wired as `gateway.app` wires them, around a simulated clock."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,16 +48,21 @@ class PromptKeys:
 
     def key(self, prompt: Prompt) -> PromptKey:
         """The key of a prompt, as of a body of token ids: its length is known."""
+        hashes = prompt.names_at(self._reaching(prompt.tokens))
         length = prompt.tokens * BYTES_PER_TOKEN
-        schedule = self._schedule
-        if schedule.offsets[-1] <= length:
-            while schedule.offsets[-1] <= length:
-                schedule.covered_bytes(len(schedule.offsets))
-            self._positions = []
-        if not self._positions:
-            self._positions = [offset // BYTES_PER_TOKEN for offset in schedule.offsets[1:]]
-        hashes = prompt.names_at(self._positions)
         return PromptKey(hashes, length, prompt.tokens, 0, hashes[0] if hashes else prompt.name)
+
+    def positions(self, tokens: int) -> list[int]:
+        """Where blocks end in a prompt of so many tokens, in tokens from its start."""
+        positions = self._reaching(tokens)
+        return positions[: bisect_right(positions, tokens)]
+
+    def _reaching(self, tokens: int) -> list[int]:
+        """Ends of blocks up to `tokens` and somewhat beyond."""
+        positions = self._positions
+        while not positions or positions[-1] <= tokens:
+            positions.append(self._schedule.covered_bytes(len(positions) + 1) // BYTES_PER_TOKEN)
+        return positions
 
 
 @dataclass(frozen=True, slots=True)
