@@ -230,6 +230,9 @@ class Exchange:
     def begin(self) -> None:
         """The request's turn has come (with pipelining, after the answers before it)."""
         self._begun = True
+        if not self._request_complete:
+            # The rest of a body that has waited for its turn has been held up here, not by the client.
+            self._last_byte_s = self._plane.now()
         self._plane.exchange_began(self)
         head = self.head
         error = head.error or self._plane.refuse(head)
