@@ -16,7 +16,7 @@ import click
     "policies",
     default="random,least_outstanding,predicted_ttft",
     show_default=True,
-    help="Policies to compare, separated by commas.",
+    help="Policies to compare, separated by commas; name:option=value:... for other options than the defaults.",
 )
 @click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="Parameter of the workload; repeat.")
 @click.option("--requests", type=click.IntRange(min=1), help="First requests only.  [default: all]")
@@ -124,13 +124,12 @@ def replay(
     from rich.console import Console
 
     from loadtests.replay.figures import Slo, figures, ttfts_ms
-    from loadtests.replay.options import FleetOptions, fleet, incidents
+    from loadtests.replay.options import FleetOptions, fleet, incidents, policy
     from loadtests.replay.progress import PolicyBar, progress_bars
     from loadtests.replay.replay import Replay
     from loadtests.replay.report import policies_table, stages_table, to_json
     from loadtests.replay.settings import ReplaySettings
     from loadtests.workloads.catalog import load_named
-    from policies.catalog import make_policy
 
     options = FleetOptions(
         preset=preset,
@@ -161,7 +160,7 @@ def replay(
             announce_output=announce_output,
         )
         for name in names:
-            make_policy(name, seed)
+            policy(name, seed)
         load = load_named(workload, params, seed, requests)
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
@@ -180,7 +179,7 @@ def replay(
         for name in names:
             began_s = time.process_time()
             bar = PolicyBar(bars, name, load.requests)
-            result = Replay(load, make_policy(name, seed), settings, bar).run()
+            result = Replay(load, policy(name, seed), settings, bar, name).run()
             results.append(figures(result, Slo(slo_ttft_ms, slo_tpot_ms)))
             if plot_path is not None:
                 curves[name] = ttfts_ms(result)

@@ -60,6 +60,9 @@ class Figures:
 
     policy: str
     workload: str
+    replicas: int
+    seed: int
+    speed: float
     requests: int
     errors: int
     ttft_ms: Distribution
@@ -116,6 +119,9 @@ def figures(result: ReplayResult, slo: Slo | None = None) -> Figures:
     return Figures(
         policy=result.policy,
         workload=result.load.name,
+        replicas=len(result.replicas),
+        seed=result.settings.seed,
+        speed=result.settings.speed,
         requests=len(measured),
         errors=len(measured) - len(good),
         ttft_ms=_ttft_ms(good),

@@ -1,8 +1,10 @@
-"""From the words of a command line to replicas and incidents."""
+"""From the words of a command line to replicas, policies and incidents."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
@@ -10,6 +12,8 @@ from gateway.estimator.roofline import StepCost, kv_capacity_tokens, step_cost
 from loadtests.engine import EngineLimits
 from loadtests.replay.presets import PRESETS, Preset
 from loadtests.replay.settings import Incident, ReplicaModel
+from policies.catalog import make_policy
+from policies.types import Policy
 
 _INCIDENT = re.compile(r"(\d+)@(\d+(?:\.\d*)?|\.\d+)s?")
 
@@ -94,6 +98,30 @@ def fleet(options: FleetOptions) -> list[ReplicaModel]:
             )
         )
     return replicas
+
+
+def policy(text: str, seed: int) -> Policy:
+    """A policy by its name, with options of its constructor if need be: `name:option=value:option=value`.
+
+    Raises:
+        ValueError: unknown name or option.
+    """
+    name, *pairs = text.split(":")
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        option, separator, value = pair.partition("=")
+        if not separator:
+            raise ValueError(f"expected policy:option=value, got {text!r}")
+        options[option.strip()] = _value(value.strip())
+    return make_policy(name.strip(), seed, options)
+
+
+def _value(text: str) -> Any:
+    """A number or a truth value if the text is one, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def card_names(text: str) -> list[str]:

@@ -53,6 +53,7 @@ class ReplayResult:
 
     load: Load
     policy: str
+    settings: ReplaySettings
     records: list[RequestRecord]
     """Every request, in order of arrival."""
     gaps: TokenGaps
@@ -70,6 +71,7 @@ class Replay:
         policy: a fresh policy.
         settings: everything else.
         on_end: called after each request that has ended.
+        label: name of the run in reports; the policy's own if None.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Replay:
         policy: Policy,
         settings: ReplaySettings,
         on_end: Callable[[RequestRecord], None] = lambda record: None,
+        label: str | None = None,
     ) -> None:
         self._load = load
         self._settings = settings
@@ -85,7 +88,7 @@ class Replay:
         self._events = Events()
         self._gateway: GatewayParts = wire(settings, policy, self._events)
         self._router = self._gateway.router
-        self._policy = policy
+        self._label = policy.name if label is None else label
         self._replicas = [
             SimulatedReplica(slot, model, self._events, self._quiet_until, settings.kv_events)
             for slot, model in enumerate(settings.replicas)
@@ -136,7 +139,8 @@ class Replay:
         events.run()
         return ReplayResult(
             self._load,
-            self._policy.name,
+            self._label,
+            self._settings,
             self._records,
             self._gaps,
             self._spans,

@@ -11,9 +11,10 @@ from gateway.cli import main
 from gateway.estimator.hardware import HARDWARE
 from gateway.estimator.model import MODELS
 from gateway.estimator.roofline import StepCost, kv_capacity_tokens, step_cost
-from loadtests.replay.options import FleetOptions, card_names, costs, fleet, incidents
+from loadtests.replay.options import FleetOptions, card_names, costs, fleet, incidents, policy
 from loadtests.replay.presets import PRESETS, QWEN3_32B_ON_TWO_H100
 from loadtests.replay.settings import Incident
+from policies.predicted_ttft import PredictedTTFT
 
 BASE = StepCost(1e-5, 1e-10, 0.01, 1e-8, 0.001, 0.0, 0.5)
 
@@ -101,6 +102,16 @@ def test_incidents_in_order_of_time() -> None:
         Incident(0, 30.0, False),
         Incident(0, 60.0, True),
     ]
+
+
+def test_a_policy_with_options() -> None:
+    chosen = policy("predicted_ttft:prefill_price=2.5", 0)
+    assert isinstance(chosen, PredictedTTFT)
+    assert chosen.prefill_price == 2.5
+    with pytest.raises(ValueError, match="colour"):
+        policy("predicted_ttft:colour=red", 0)
+    with pytest.raises(ValueError, match="option=value"):
+        policy("predicted_ttft:2.5", 0)
 
 
 @pytest.mark.parametrize("word", ["0", "a@3", "0@soon", "2@3", "-1@3"])
