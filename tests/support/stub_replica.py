@@ -11,6 +11,7 @@ import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
+from typing import Protocol as TypingProtocol
 
 import h11
 
@@ -69,6 +70,10 @@ class Call:
     def end_chunks(self) -> None:
         self.send(b"0\r\n\r\n")
 
+    async def drained(self) -> None:
+        """Wait until what has been sent has left, or nearly."""
+        await self.connection.writable.wait()
+
 
 Script = Callable[[Call], Awaitable[None]]
 
@@ -122,6 +127,10 @@ class StubReplica:
         script: how API requests are answered.
         requests: what arrived, in order.
         aborted_seen: requests whose client left before the script had ended.
+        heads_seen: requests of which at least the head arrived.
+        uploads_cut: requests of which no more than a part arrived.
+        keepalive_s: idle connections are closed after so long; None: never.
+        health_hangs: probes get no answer.
     """
 
     def __init__(self, model: str = "m", script: Script = answer, models: list[dict[str, Any]] | None = None) -> None:
@@ -133,6 +142,10 @@ class StubReplica:
         self.in_flight_max = 0
         self.connections = 0
         self.health_status = 200
+        self.heads_seen = 0
+        self.uploads_cut = 0
+        self.keepalive_s: float | None = None
+        self.health_hangs = False
         self.changed = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._open: set[_Connection] = set()
@@ -170,6 +183,12 @@ class StubReplica:
                 await self.changed.wait()
 
 
+class MakeStub(TypingProtocol):
+    """The fixture that starts stub replicas."""
+
+    async def __call__(self, script: Script = answer, port: int = 0) -> StubReplica: ...
+
+
 class _Connection(asyncio.Protocol):
     def __init__(self, replica: StubReplica) -> None:
         self.replica = replica
@@ -178,6 +197,16 @@ class _Connection(asyncio.Protocol):
         self.call: Call | None = None
         self.task: asyncio.Task[None] | None = None
         self.ended_by_script = False
+        self.receiving = False
+        self.idle: asyncio.TimerHandle | None = None
+        self.writable = asyncio.Event()
+        self.writable.set()
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -186,6 +215,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.replica._open.discard(self)
+        self._busy()
+        if self.receiving:
+            self.replica.uploads_cut += 1
         if self.task is not None and not self.task.done():
             if self.call is not None:
                 self.call.gone.set()
@@ -197,7 +229,13 @@ class _Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         return False
 
+    def _busy(self) -> None:
+        if self.idle is not None:
+            self.idle.cancel()
+            self.idle = None
+
     def data_received(self, data: bytes) -> None:
+        self._busy()
         self.http.receive_data(data)
         self._pump()
 
@@ -211,11 +249,15 @@ class _Connection(asyncio.Protocol):
             if isinstance(received, h11.Request):
                 headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in received.headers]
                 self.seen = Seen(received.method.decode(), received.target.decode("latin-1"), headers)
+                self.receiving = True
+                self.replica.heads_seen += 1
+                self.replica.changed.set()
             elif isinstance(received, h11.Data):
                 assert self.seen is not None
                 self.seen.body += bytes(received.data)
             elif isinstance(received, h11.EndOfMessage):
                 assert self.seen is not None
+                self.receiving = False
                 self._answer(self.seen)
             else:
                 return
@@ -223,6 +265,8 @@ class _Connection(asyncio.Protocol):
     def _answer(self, seen: Seen) -> None:
         path = seen.target.partition("?")[0]
         call = self.call = Call(seen, self)
+        if path == "/health" and self.replica.health_hangs:
+            return
         if path == "/health":
             call.json(b"", self.replica.health_status)
             self._next()
@@ -257,3 +301,5 @@ class _Connection(asyncio.Protocol):
         self.http = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
         if trailing:
             self.http.receive_data(trailing)
+        elif self.replica.keepalive_s is not None:
+            self.idle = asyncio.get_running_loop().call_later(self.replica.keepalive_s, self.transport.close)
