@@ -44,7 +44,7 @@ def _names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
 @click.option("--connections", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--interval-ms", type=click.FloatRange(min=1), default=20.0, show_default=True, help="Of stream chunks.")
 @click.option("--wrk", "use_wrk", is_flag=True, help="Plain requests come from wrk, if it is on PATH.")
-@click.option("--quick", is_flag=True, help="About a minute: fewer sizes, two short rounds.")
+@click.option("--quick", is_flag=True, help="One to two minutes: fewer sizes, two short rounds.")
 @click.option("--peers-venv", type=click.Path(file_okay=False, path_type=Path), help="Where the peers are or go.")
 @click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep the gateways' logs here.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")

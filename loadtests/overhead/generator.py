@@ -16,9 +16,10 @@ import orjson
 import uvloop
 
 from loadtests.overhead.job import Job, Outcome
-from loadtests.overhead.loads import ClosedLoop, Load, OpenLoop, Streams
+from loadtests.overhead.loads import ClosedLoop, Load, OpenLoop
 from loadtests.overhead.process_tree import ProcessTree
 from loadtests.overhead.prompts import Requests
+from loadtests.overhead.streams import Streams
 
 _FINISH_TIMEOUT_S = 10.0
 _RSS_INTERVAL_S = 0.1

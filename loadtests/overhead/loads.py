@@ -1,10 +1,11 @@
-"""The loads of the overhead benchmark, on bare asyncio protocols: no object and no parsing per streamed chunk."""
+"""Plain requests of the overhead benchmark, in a closed and in an open loop, on bare asyncio protocols."""
 
 import asyncio
 import time
 from array import array
 from collections import Counter, deque
-from typing import cast
+from collections.abc import Callable
+from typing import Self, cast
 
 import httptools
 
@@ -13,17 +14,13 @@ from loadtests.overhead.prompts import Requests
 _RETRY_S = 0.05
 _TICK_S = 0.001
 _OPEN_LOOP_MAX_CONNECTIONS = 512
-_STREAMS_PER_BATCH = 16
-_LAST_CHUNK = b"0\r\n\r\n"
-_END_OF_BODY = b"\r\n" + _LAST_CHUNK  # with the end of the line before, which no head ends with
-_EVENT = b"data: "
-_END_OF_EVENT = b"\n\r\n"
 
 
 class Load:
     """What all loads count.
 
     Attributes:
+        requests: what is sent.
         completed: requests answered, or events received.
         total: requests sent, or streams opened.
         reads: reads from streams.
@@ -39,7 +36,7 @@ class Load:
         self.errors: Counter[str] = Counter()
         self.latencies_s = array("d")
         self._port = port
-        self._requests = requests
+        self.requests = requests
         self._running = True
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -47,13 +44,13 @@ class Load:
         """The warm-up is over."""
         self.latencies_s = array("d")
 
-    def _open(self, protocol: type["Exchange"] | type["Stream"]) -> None:
+    def _open(self, protocol: Callable[[Self], asyncio.Protocol]) -> None:
         """Connect in the background."""
         task = asyncio.create_task(self._connect(protocol))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, protocol: "type[Exchange] | type[Stream]") -> None:
+    async def _connect(self, protocol: Callable[[Self], asyncio.Protocol]) -> None:
         loop = asyncio.get_running_loop()
         while self._running:
             try:
@@ -76,12 +73,14 @@ class Load:
         """Send nothing more, and wait for what is under way."""
         raise NotImplementedError
 
-    async def _wait_until(self, condition: "asyncio.Event", timeout_s: float) -> bool:
-        try:
-            await asyncio.wait_for(condition.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+
+async def happens(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for an event; returns whether it has come in time."""
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return False
+    return True
 
 
 class Exchange(asyncio.Protocol):
@@ -89,8 +88,8 @@ class Exchange(asyncio.Protocol):
 
     __slots__ = ("_load", "_parser", "_transport", "busy", "sent_s")
 
-    def __init__(self, load: Load) -> None:
-        self._load = cast(RequestLoad, load)
+    def __init__(self, load: "RequestLoad") -> None:
+        self._load = load
         self._parser = httptools.HttpResponseParser(self)
         self.busy = False
         self.sent_s = 0.0
@@ -166,7 +165,7 @@ class RequestLoad(Load):
 
     def _send(self, connection: Exchange, started_s: float) -> None:
         self.total += 1
-        connection.send(next(self._requests), started_s)
+        connection.send(next(self.requests), started_s)
 
     def _check_settled(self) -> None:
         if not self._running and not any(connection.busy for connection in self.connections):
@@ -176,7 +175,7 @@ class RequestLoad(Load):
         """Wait for the answers under way; those that do not come count as `timeout`."""
         self._running = False
         self._check_settled()
-        if not await self._wait_until(self._settled, timeout_s):
+        if not await happens(self._settled, timeout_s):
             self.errors["timeout"] += sum(connection.busy for connection in self.connections)
         self._give_up_connecting()
         for connection in list(self.connections):
@@ -280,122 +279,3 @@ class OpenLoop(RequestLoad):
         if self._waiting:
             self.errors["timeout"] += len(self._waiting)
         await super().finish(timeout_s)
-
-
-class Stream(asyncio.Protocol):
-    """A connection with one streamed answer, of which only the events are counted."""
-
-    __slots__ = ("_load", "_rest", "_started", "_transport", "done")
-
-    def __init__(self, load: Load) -> None:
-        self._load = cast(Streams, load)
-        self._rest = b""
-        self._started = False
-        self.done = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
-        self._transport = cast(asyncio.Transport, transport)
-        self._load.opened(self)
-        self._transport.writelines(next(self._load.requests))
-
-    def data_received(self, data: bytes) -> None:
-        """Count."""
-        load = self._load
-        load.reads += 1
-        rest = self._rest
-        if rest:
-            data = rest + data
-            load.completed -= rest.count(_EVENT)
-        load.completed += data.count(_EVENT)
-        # Reads end with an event as a rule. Where they do not, a mark or the end of the body may be cut in two.
-        self._rest = b"" if data.endswith(_END_OF_EVENT) else data[1 - len(_END_OF_BODY) :]
-        if not self._started:
-            self._begin(data)
-        if data.endswith(_END_OF_BODY) or data == _LAST_CHUNK:
-            self.done = True
-            self._transport.close()
-
-    def _begin(self, data: bytes) -> None:
-        self._started = True
-        status = data[9:12]
-        if status == b"200":
-            self._load.started()
-        else:
-            self._load.errors[f"http_{status.decode(errors='replace')}"] += 1
-            self.done = True
-            self._transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the load."""
-        if not self.done:
-            self._load.errors["stream_cut"] += 1
-        self._load.ended(self)
-
-    def close(self) -> None:
-        """Close now."""
-        self.done = True
-        self._transport.abort()
-
-
-class Streams(Load):
-    """Many streams at once, each on its connection."""
-
-    def __init__(self, port: int, requests: Requests, streams: int) -> None:
-        """Prepare.
-
-        Args:
-            port: of the gateway.
-            requests: what to send; they must ask for streams.
-            streams: how many.
-        """
-        super().__init__(port, requests)
-        self.requests = requests
-        self._count = streams
-        self._open_streams: set[Stream] = set()
-        self._begun = 0
-        self._ended = 0
-        self._all_begun = asyncio.Event()
-        self._all_ended = asyncio.Event()
-
-    async def start(self) -> None:
-        """Open all streams and wait for the first bytes of each; those that send none count as `no_first_byte`."""
-        for number in range(self._count):
-            self._open(Stream)
-            if number % _STREAMS_PER_BATCH == _STREAMS_PER_BATCH - 1:
-                await asyncio.sleep(2 * _TICK_S)
-        if not await self._wait_until(self._all_begun, 15.0):
-            self.errors["no_first_byte"] += self._count - self._begun - self._ended
-
-    def opened(self, stream: Stream) -> None:
-        """A stream has a connection."""
-        self.total += 1
-        self._open_streams.add(stream)
-
-    def started(self) -> None:
-        """A stream has sent its first bytes."""
-        self._begun += 1
-        if self._begun + self._ended >= self._count:
-            self._all_begun.set()
-
-    def ended(self, stream: Stream) -> None:
-        """A stream is over."""
-        self._open_streams.discard(stream)
-        self._ended += 1
-        if self._ended >= self._count:
-            self._all_begun.set()
-            self._all_ended.set()
-
-    @property
-    def open_streams(self) -> int:
-        """Streams under way."""
-        return len(self._open_streams)
-
-    async def finish(self, timeout_s: float) -> None:
-        """Wait for the ends of all streams; those that do not come count as `no_end`."""
-        self._running = False
-        if not await self._wait_until(self._all_ended, timeout_s):
-            self.errors["no_end"] += len(self._open_streams)
-        self._give_up_connecting()
-        for stream in list(self._open_streams):
-            stream.close()

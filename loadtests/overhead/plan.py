@@ -65,20 +65,22 @@ class Run:
 def steps(settings: Settings) -> list[Step]:
     """The loads of one round, in order.
 
-    Streams come before the requests because memory is measured with them, when no long prompt has been seen.
-    The latency needs the saturation, and with it the requests of the short prompt.
+    Streams come first because memory is measured with them, when no long prompt has been seen. The latency follows the
+    requests of the short prompt, whose saturation it needs, and both come before the long prompts, after which routers
+    with radix trees are busy evicting for a while.
     """
     sizes = list(settings.sizes_kb) if "requests" in settings.parts else []
-    if "latency" in settings.parts and SHORT_PROMPT_KB not in sizes:
-        sizes.insert(0, SHORT_PROMPT_KB)
+    if SHORT_PROMPT_KB in sizes or "latency" in settings.parts:
+        sizes = [SHORT_PROMPT_KB, *(size for size in sizes if size != SHORT_PROMPT_KB)]
     plan: list[tuple[Part, int]] = []
     if "streams" in settings.parts:
         plan += [("streams", count) for count in settings.streams]
-    plan += [("requests", size) for size in sizes]
+    plan += [("requests", size) for size in sizes[:1]]
     if "latency" in settings.parts:
         plan.append(("latency", SHORT_PROMPT_KB))
     if "idle" in settings.parts:
         plan.append(("idle", 0))
+    plan += [("requests", size) for size in sizes[1:]]
     return [Step(kind, size, number * _REQUESTS_APART) for number, (kind, size) in enumerate(plan)]
 
 

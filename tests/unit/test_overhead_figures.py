@@ -175,7 +175,7 @@ def test_the_loads_of_a_round() -> None:
     settings = Settings(("warmgate", "vllm"), rounds=3, sizes_kb=(32,), streams=(4, 8))
     plan = [(step.kind, step.size) for step in steps(settings)]
     # Latency needs the saturation at 1 KB, asked for or not; streams come before long prompts fill memories.
-    assert plan == [("streams", 4), ("streams", 8), ("requests", 1), ("requests", 32), ("latency", 1), ("idle", 0)]
+    assert plan == [("streams", 4), ("streams", 8), ("requests", 1), ("latency", 1), ("idle", 0), ("requests", 32)]
     starts = [step.first_request for step in steps(settings)]
     assert len(set(starts)) == len(starts)
     assert run_count(settings) == 3 * (2 * 5 + 1)

@@ -9,8 +9,8 @@ import pytest
 
 from loadtests.overhead import peers
 from loadtests.overhead.gateways import NAMES, Place, program
-from loadtests.overhead.loads import Stream, Streams
 from loadtests.overhead.prompts import Requests
+from loadtests.overhead.streams import Stream, Streams
 from loadtests.overhead.stub import Answers
 
 # What stands last in the head is what a hurried reader takes for the end of a chunked body.
