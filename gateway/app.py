@@ -172,6 +172,7 @@ class Gateway:
             routing.slow_start_s,
         )
         self.tally = Tally()
+        tls = replica_tls(config)
         self._request_log = request_log or (RequestLog() if config.logging.requests else None)
         self.plane = DataPlane(
             self.router,
@@ -185,7 +186,7 @@ class Gateway:
             upstream_auth=config.auth.upstream,
             response_headers=routing.response_headers,
             request_log=self._request_log,
-            replica_tls=replica_tls(config),
+            replica_tls=tls,
         )
         key = config.admin.key
         self._admin = AdminServer(
@@ -194,7 +195,7 @@ class Gateway:
             key=key.get_secret_value() if key is not None else None,
             config=config.model_dump(mode="json"),
         )
-        self._probes = ProbeClient()
+        self._probes = ProbeClient(tls=tls)
         self._scraper = Scraper(
             self.fleet, self._probes, ScrapeSettings(config.scrape.interval_s, config.scrape.timeout_s)
         )

@@ -1,6 +1,7 @@
 """Small bounded GETs to replicas, for health, model lists and metrics."""
 
 import asyncio
+import ssl
 from enum import StrEnum
 
 import aiohttp
@@ -30,12 +31,14 @@ class ProbeError(Exception):
 class ProbeClient:
     """Sends probes. Use it as an asynchronous context manager, or call `close`."""
 
-    def __init__(self, session: aiohttp.ClientSession | None = None) -> None:
+    def __init__(self, session: aiohttp.ClientSession | None = None, tls: ssl.SSLContext | None = None) -> None:
         """Make a client.
 
         Args:
             session: used and left open when given; otherwise the client makes its own at the first probe.
+            tls: how https replicas are spoken to, as requests do; by default as aiohttp does it.
         """
+        self._tls = tls
         self._session = session
         self._owns_session = session is None
 
@@ -91,7 +94,10 @@ class ProbeClient:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             # No cookies, no proxy from the environment: replicas are asked directly.
-            self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+            self._session = aiohttp.ClientSession(
+                cookie_jar=aiohttp.DummyCookieJar(),
+                connector=aiohttp.TCPConnector(ssl=self._tls) if self._tls is not None else None,
+            )
         return self._session
 
 
