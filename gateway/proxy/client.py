@@ -298,11 +298,17 @@ class ClientConnection(asyncio.Protocol):
             reset: end it with a reset (a mere close would look like a proper end, or nobody reads).
         """
         self._current = None
-        if reset:
-            raw = self._transport.get_extra_info("socket")
-            if raw is not None:
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-        self._shut(_LINGER_S if reset else self._plane.limits.client_stall_timeout_s)
+        if not reset:
+            self._shut(self._plane.limits.client_stall_timeout_s)
+            return
+        raw = self._transport.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        if self._transport.get_extra_info("sslcontext") is None:
+            self._shut(_LINGER_S)
+        else:
+            # Closing TLS says that all is well, so what has been written gets until the next tick, and then it is cut.
+            self._give_up(0.0)
 
     def pause(self) -> None:
         """Stop reading."""
@@ -432,11 +438,15 @@ class ClientConnection(asyncio.Protocol):
 
     def _shut(self, within_s: float) -> None:
         """Close when all that has been written is sent; cut the connection off if that takes too long."""
+        self._give_up(within_s)
+        self._transport.close()
+
+    def _give_up(self, within_s: float) -> None:
+        """Take nothing more, and cut the connection off at the latest after a time."""
         self._closing = self._deaf = True
         self._receiving = None
         self._waiting.clear()
         self.deadline_s = self._plane.now() + within_s
-        self._transport.close()
 
     def _linger(self) -> None:
         """Close in a way that lets the answer be read.

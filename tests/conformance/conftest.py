@@ -1,6 +1,7 @@
 """These tests run on the event loop that `warmgate serve` runs on; its transports differ from asyncio's own."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,11 +15,28 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
     return {"uvloop": uvloop.new_event_loop}
 
 
+StartReplica = Callable[..., Awaitable[StubReplica]]
+
+
 @pytest.fixture
-async def replica() -> AsyncIterator[StubReplica]:
-    stub = await StubReplica().start()
-    yield stub
-    await stub.stop()
+async def start_replica() -> AsyncIterator[StartReplica]:
+    """Starts stubs, and stops them however the test ends: uvloop does not close beside an open server."""
+    started: list[StubReplica] = []
+
+    async def start(context: ssl.SSLContext | None = None, port: int = 0) -> StubReplica:
+        stub = await StubReplica().start(port, ssl=context)
+        started.append(stub)
+        return stub
+
+    yield start
+    for stub in started:
+        await stub.stop()
+
+
+@pytest.fixture
+async def replica(start_replica: StartReplica) -> StubReplica:
+    """One stub."""
+    return await start_replica()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -105,18 +106,19 @@ async def test_a_replica_without_a_key_is_shown_none(replica: StubReplica) -> No
     assert replica.requests[0].header("authorization") is None
 
 
-async def test_a_retry_takes_the_key_of_the_replica_it_goes_to(replica: StubReplica) -> None:
+async def test_a_retry_takes_the_key_of_the_replica_it_goes_to(
+    replica: StubReplica, start_replica: Callable[[], Awaitable[StubReplica]]
+) -> None:
     async def fail(call: Call) -> None:
         call.json({"error": "no"}, 500)
 
-    other = await StubReplica().start()
+    other = await start_replica()
     replica.script = other.script = fail
     options = guarded([replica, other])
     async with running_gateway([replica, other], options) as gateway, raw_client(gateway.port) as client:
         assert (await client.ask(post(PATH, BODY, BEARER))).status == 500
     for stub, key in zip((replica, other), REPLICA_KEYS, strict=True):
         assert [seen.header("authorization") for seen in stub.requests] == [f"Bearer {key}"]
-    await other.stop()
 
 
 async def test_no_key_is_ever_shown(replica: StubReplica, caplog: pytest.LogCaptureFixture) -> None:

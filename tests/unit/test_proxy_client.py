@@ -73,6 +73,8 @@ class Transport(asyncio.Transport):
         self.reading = True
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
+        if name == "sslcontext":
+            return object() if self.tls else None
         return self if name == "socket" else super().get_extra_info(name, default)
 
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
@@ -594,6 +596,18 @@ def test_an_abort_with_reset(wire: Wire) -> None:
     assert wire.transport.linger == client_module._RESET_ON_CLOSE
     wire.passes(2.1)
     assert wire.ended() == "aborted"
+
+
+def test_an_abort_with_reset_over_tls_does_not_close_properly(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = use(monkeypatch, Wire(tls=True)).connect()
+    wire.sends(get("/a"))
+    wire.exchanges["/a"].stream()
+    wire.connection.abort(reset=True)
+    assert wire.ended() is None
+    wire.sends(get("/b"))
+    wire.passes(0.01)
+    assert wire.ended() == "aborted"
+    assert set(wire.exchanges) == {"/a"}
 
 
 def test_an_abort_without_reset(wire: Wire) -> None:
