@@ -3,7 +3,8 @@
 from array import array
 
 from gateway.replicas.breaker import Outcome
-from gateway.routing.router import Assignment, Query
+from gateway.routing.assignment import Assignment
+from gateway.routing.query import Query
 from loadtests.engine import EngineRequest
 from loadtests.workloads.types import Session, Turn
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from gateway.proxy.failures import TABLE, Cause, Phase
 from gateway.replicas.breaker import Outcome
 from gateway.replicas.scrape import STALE_AFTER_INTERVALS
-from gateway.routing.router import Assignment, NoReplica
+from gateway.routing.assignment import Assignment
+from gateway.routing.refusals import NoReplica
 from loadtests.engine import EngineRequest, StepResult
 from loadtests.replay.engines import SimulatedReplica
 from loadtests.replay.events import ARRIVAL, REPORT, Events
