@@ -29,7 +29,9 @@ from gateway.proxy.routes import Handling
 from gateway.proxy.upstream import Dial, ReplicaConnection
 from gateway.replicas.breaker import Outcome as Verdict
 from gateway.replicas.replica import Replica
-from gateway.routing.router import Assignment, NoReplica, Query, Saturated, UnknownModel
+from gateway.routing.assignment import Assignment
+from gateway.routing.query import Query
+from gateway.routing.refusals import NoReplica, Saturated, UnknownModel
 
 if TYPE_CHECKING:
     from gateway.proxy.plane import DataPlane

@@ -29,7 +29,8 @@ from gateway.proxy.routes import Routes
 from gateway.proxy.tally import Tally
 from gateway.proxy.upstream import ReplicaPool
 from gateway.replicas.registry import Change, Replica
-from gateway.routing.router import Assignment, Router
+from gateway.routing.assignment import Assignment
+from gateway.routing.router import Router
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from gateway.replicas.load import LoadLedger
 from gateway.replicas.metrics_page import ScrapedState
 from gateway.replicas.registry import Fleet, Replica
 from gateway.replicas.spec import ReplicaSpec
-from gateway.routing.router import ENGINE_REFRESH_S, Router
+from gateway.routing.columns import ENGINE_REFRESH_S
+from gateway.routing.router import Router
 from policies.catalog import POLICIES, make_policy
 from policies.types import Candidates, Choice, Column, Policy, Request
 

@@ -20,7 +20,7 @@ from gateway.proxy.exchange import Outcome
 from gateway.proxy.failures import Cause
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.replicas.breaker import Outcome as Verdict
-from gateway.routing.router import Assignment
+from gateway.routing.assignment import Assignment
 from policies.types import Candidates, Choice, Column, Request
 
 

@@ -1,0 +1,137 @@
+"""What one attempt holds on one replica, and how it gives that back."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from gateway.estimator.predictor import Predictor
+from gateway.prefixes.index import PrefixIndex, Record
+from gateway.replicas.breaker import Outcome as AttemptOutcome
+from gateway.replicas.ejection import Attempt, Ejector
+from gateway.replicas.load import Ticket
+from gateway.replicas.registry import Fleet, Replica
+from gateway.routing.query import Query
+from policies.types import Choice
+
+
+class Releases(Protocol):
+    """What an assignment needs of the router to give back what it holds, and to pass on what was learned."""
+
+    fleet: Fleet
+    ejector: Ejector
+    index: PrefixIndex
+    predictor: Predictor
+
+    def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
+        """The engine has said how long prompt and answer were."""
+
+
+class Assignment:
+    """One attempt's place on one replica: what it was promised, what it holds, and how it gives that back.
+
+    Attributes:
+        replica, slot: where.
+        policy: who decided.
+        reason, terms: why.
+        expected_cached_tokens: prompt tokens the prefix map says are there.
+        predicted_ttft_s: seconds from assignment to the first token.
+        assigned_s: when.
+        observed_ttft_s: what it was in the end; None before.
+    """
+
+    __slots__ = (
+        "_attempt",
+        "_first",
+        "_parts",
+        "_query",
+        "_record",
+        "_ticket",
+        "_work_s",
+        "assigned_s",
+        "expected_cached_tokens",
+        "finished",
+        "observed_ttft_s",
+        "policy",
+        "predicted_ttft_s",
+        "reason",
+        "replica",
+        "slot",
+        "terms",
+    )
+
+    def __init__(
+        self,
+        parts: "Releases",
+        query: Query,
+        replica: Replica,
+        choice: Choice,
+        policy: str,
+        now_s: float,
+        expected_cached_tokens: int,
+        predicted_ttft_s: float,
+        work_s: float,
+        ticket: Ticket,
+        record: Record | None,
+        attempt: Attempt,
+        first: bool,
+    ) -> None:
+        self._parts = parts
+        self._query = query
+        self.replica = replica
+        self.slot = choice.slot
+        self.reason = choice.reason
+        self.terms: Mapping[str, float] = choice.terms
+        self.policy = policy
+        self.assigned_s = now_s
+        self.expected_cached_tokens = expected_cached_tokens
+        self.predicted_ttft_s = predicted_ttft_s
+        self.observed_ttft_s: float | None = None
+        self.finished = False
+        self._work_s = work_s
+        self._ticket = ticket
+        self._record = record
+        self._attempt = attempt
+        self._first = first
+
+    def first_token(self, now_s: float) -> None:
+        """The first token has been seen: its prefill is done, and the prediction can be judged."""
+        if self.observed_ttft_s is not None or self.finished:
+            return
+        self.observed_ttft_s = now_s - self.assigned_s
+        self._ticket.first_token(now_s)
+        self._parts.ejector.answered(self._attempt)
+        # The slot may belong to another replica by now.
+        if self._first and self._query.key is not None and self._parts.fleet.has(self.replica):
+            self._parts.predictor.observe(self.slot, self._work_s, self.predicted_ttft_s, self.observed_ttft_s)
+
+    def presume(self, now_s: float) -> None:
+        """A request that is not streamed shows no first token: count it as decoding once it should be."""
+        if not self._query.stream and now_s - self.assigned_s > self.predicted_ttft_s:
+            self._ticket.first_token(now_s)
+
+    def finish(
+        self,
+        now_s: float,
+        outcome: AttemptOutcome,
+        prompt_tokens: int | None,
+        completion_tokens: int | None,
+        *,
+        keep_prefix: bool,
+    ) -> None:
+        """Give back everything that is still held; only the first call counts.
+
+        Args:
+            now_s: monotonic seconds.
+            outcome: what the end says about the replica.
+            prompt_tokens: as the engine reported them, if it did.
+            completion_tokens: as the engine reported them, if it did.
+            keep_prefix: the prompt was computed there, so the prefix map is right to say so.
+        """
+        if self.finished:
+            return
+        self.finished = True
+        parts = self._parts
+        self._ticket.finish(now_s)
+        parts.ejector.record(self._attempt, outcome, now_s)
+        if not keep_prefix and self._record is not None:
+            parts.index.undo(self._record)
+        parts.learn(self._query, prompt_tokens, completion_tokens)

@@ -1,0 +1,180 @@
+"""The candidate columns: where they live, and how each of them is filled.
+
+Columns are lists indexed by replica slot. State columns are the load ledger's own, current at any time. Per-request
+ones are scratch space, valid only while a policy chooses. Scraped ones are copied now and then.
+"""
+
+from collections.abc import Sequence
+
+from gateway.estimator.predictor import Predictor
+from gateway.prefixes.index import PrefixIndex
+from gateway.prompt.blocks import BlockSchedule, PromptKey
+from gateway.replicas.load import LoadLedger
+from gateway.replicas.registry import Fleet
+from policies.types import Candidates, Column
+
+ENGINE_BLOCK_TOKENS = 16
+"""vLLM's block size on accelerators: cached tokens come in multiples of it."""
+
+ENGINE_REFRESH_S = 0.05
+"""How often what the engines' metrics say is copied for policies that read it: often against any scrape interval,
+seldom against requests."""
+
+_ENGINE_COLUMNS = frozenset({Column.ENGINE_WAITING, Column.ENGINE_RUNNING, Column.ENGINE_KV_USAGE})
+_PREDICTED_COLUMNS = frozenset(
+    {Column.PREDICTED_TTFT_S, Column.OWN_PREFILL_S, Column.DECODE_DELAY_S, Column.DECODE_STEP_S}
+)
+
+
+class Columns:
+    """All columns, and what the policy in force reads of them.
+
+    Attributes:
+        candidates: the view that policies get; its `slots` are set per request.
+        matched_tokens, own_prefill_s, predicted_ttft_s: per-request columns the router reads as well.
+        capacity_tokens: KV capacity by slot.
+    """
+
+    def __init__(
+        self, fleet: Fleet, ledger: LoadLedger, index: PrefixIndex, predictor: Predictor, schedule: BlockSchedule
+    ) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._index = index
+        self._predictor = predictor
+        self._offsets = schedule.offsets
+        self.capacity_tokens: list[float] = []
+        self.matched_tokens: list[float] = []
+        self.own_prefill_s: list[float] = []
+        self.predicted_ttft_s: list[float] = []
+        self._ahead_s: list[float] = []
+        self._delay_s: list[float] = []
+        self._step_s: list[float] = []
+        self._names: list[str] = []
+        self._waiting: list[int] = []
+        self._running: list[int] = []
+        self._kv_usage: list[float] = []
+        self._matched: Sequence[tuple[int, int]] = ()
+        self._engine_read_s = float("-inf")
+        self._reads_engine = self._reads_ahead = self._reads_predictions = False
+        self.candidates = Candidates(
+            slots=(),
+            names=self._names,
+            in_flight=ledger.in_flight,
+            prefill_tokens=ledger.prefill_tokens,
+            prefill_s=self._ahead_s,
+            decodes=ledger.decodes,
+            kv_tokens=ledger.kv_tokens,
+            kv_own_tokens=ledger.kv_own_tokens,
+            kv_capacity_tokens=self.capacity_tokens,
+            matched_tokens=self.matched_tokens,
+            own_prefill_s=self.own_prefill_s,
+            predicted_ttft_s=self.predicted_ttft_s,
+            decode_delay_s=self._delay_s,
+            decode_step_s=self._step_s,
+            engine_waiting=self._waiting,
+            engine_running=self._running,
+            engine_kv_usage=self._kv_usage,
+        )
+
+    def open(self, slot: int, name: str) -> None:
+        """Make room for a slot, and set what is known of its replica."""
+        while len(self._names) <= slot:
+            for column in (
+                self.capacity_tokens,
+                self.matched_tokens,
+                self.own_prefill_s,
+                self.predicted_ttft_s,
+                self._ahead_s,
+                self._delay_s,
+                self._step_s,
+                self._kv_usage,
+            ):
+                column.append(0.0)
+            self._waiting.append(0)
+            self._running.append(0)
+            self._names.append("")
+        self._names[slot] = name
+        self._waiting[slot], self._running[slot], self._kv_usage[slot] = 0, 0, 0.0
+
+    def serve(self, reads: frozenset[Column]) -> None:
+        """Compute from now on what a policy declares that it reads, and nothing else."""
+        self._reads_engine = not _ENGINE_COLUMNS.isdisjoint(reads)
+        self._reads_predictions = not _PREDICTED_COLUMNS.isdisjoint(reads)
+        self._reads_ahead = self._reads_predictions or Column.PREFILL_S in reads
+        self._engine_read_s = float("-inf")
+
+    def fill(self, slots: Sequence[int], key: PromptKey | None, prompt_tokens: float, now_s: float) -> Candidates:
+        """Fill the columns the policy reads, for one request.
+
+        Args:
+            slots: the candidates.
+            key: the prompt; None when there is none.
+            prompt_tokens: its tokens.
+            now_s: monotonic seconds.
+
+        Returns:
+            The view for the policy. Call `clear` when it is not needed any more.
+        """
+        if key is not None:
+            self._match(key, prompt_tokens)
+        if self._reads_ahead:
+            self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
+        if self._reads_predictions:
+            self._predict(slots, prompt_tokens)
+        if self._reads_engine and now_s - self._engine_read_s >= ENGINE_REFRESH_S:
+            self._read_engines(now_s)
+        candidates = self.candidates
+        candidates.slots = slots
+        return candidates
+
+    def predict_chosen(self, slot: int, prompt_tokens: float, now_s: float) -> None:
+        """Make sure there is a prediction for the chosen slot, whatever the policy reads."""
+        if not self._reads_predictions:
+            one = (slot,)
+            self._ledger.fill_prefill_ahead_s(one, now_s, self._ahead_s)
+            self._predict(one, prompt_tokens)
+
+    def clear(self) -> None:
+        """Forget the matches of the last request."""
+        tokens = self.matched_tokens
+        for slot, _ in self._matched:
+            tokens[slot] = 0.0
+        self._matched = ()
+
+    def _match(self, key: PromptKey, prompt_tokens: float) -> None:
+        matched = self._matched = self._index.match(key.hashes)
+        if matched:
+            per_byte = prompt_tokens / key.canonical_bytes
+            # The engine computes at least the last token itself, and caches whole blocks only.
+            most = ((int(prompt_tokens) - 1) // ENGINE_BLOCK_TOKENS) * ENGINE_BLOCK_TOKENS
+            offsets, tokens = self._offsets, self.matched_tokens
+            for slot, blocks in matched:
+                held = int(offsets[blocks] * per_byte) // ENGINE_BLOCK_TOKENS * ENGINE_BLOCK_TOKENS
+                tokens[slot] = float(max(min(held, most), 0))
+
+    def _predict(self, slots: Sequence[int], prompt_tokens: float) -> None:
+        ledger = self._ledger
+        self._predictor.fill(
+            slots,
+            prompt_tokens,
+            self.matched_tokens,
+            self._ahead_s,
+            ledger.prefill_tokens,
+            ledger.decodes,
+            ledger.context_tokens,
+            self.own_prefill_s,
+            self.predicted_ttft_s,
+            self._delay_s,
+            self._step_s,
+        )
+
+    def _read_engines(self, now_s: float) -> None:
+        """Copy what the engines' metrics last said."""
+        self._engine_read_s = now_s
+        for slot, replica in enumerate(self._fleet.by_slot):
+            if replica is not None:
+                kv = replica.kv
+                self._waiting[slot] = kv.waiting or 0
+                self._running[slot] = kv.running or 0
+                self._kv_usage[slot] = kv.kv_usage or 0.0

@@ -1,0 +1,42 @@
+"""One request as the router sees it."""
+
+from gateway.prompt.blocks import PromptKey
+from gateway.prompt.rewrite import replace_model
+from policies.types import Request
+
+
+class Query:
+    """One request as the router sees it.
+
+    Attributes:
+        model: the name to route by, aliases resolved; None for requests that name none.
+        pool: base model, for metrics and for what is learned per model.
+        key: the prompt key; None when the body has no canonical prompt.
+        request: what the policy may know.
+        stream: the client asked for a stream.
+        rewritten_model: the name that must replace an alias in the body; None to forward the body as it is.
+    """
+
+    __slots__ = ("key", "max_tokens", "model", "pool", "request", "rewritten_model", "stream")
+
+    def __init__(
+        self,
+        model: str | None,
+        pool: str,
+        key: PromptKey | None,
+        request: Request,
+        stream: bool,
+        max_tokens: int | None,
+        rewritten_model: str | None,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.key = key
+        self.request = request
+        self.stream = stream
+        self.max_tokens = max_tokens
+        self.rewritten_model = rewritten_model
+
+    def rewritten_body(self, body: bytes) -> bytes:
+        """Return the body with the alias replaced by the model's own name."""
+        return body if self.rewritten_model is None else replace_model(body, self.rewritten_model)
