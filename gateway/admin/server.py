@@ -1,7 +1,8 @@
-"""The admin port: /metrics, /health, /ready and the JSON under /admin/, on aiohttp."""
+"""The admin port on aiohttp: the dashboard at /, /metrics, /health, /ready, and the JSON under /admin/."""
 
 import hmac
 import ipaddress
+from importlib import resources
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from gateway.proxy.plane import DataPlane
 from gateway.replicas.ejection import Ejector
 from gateway.version import VERSION
 
+_DASHBOARD = resources.files("gateway.admin").joinpath("dashboard.html").read_text(encoding="utf-8")
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -43,6 +46,7 @@ class AdminServer:
     def application(self) -> web.Application:
         """Return the aiohttp application."""
         application = web.Application(middlewares=[self._guard])
+        application.router.add_get("/", self._dashboard)
         application.router.add_get("/metrics", self._metrics)
         application.router.add_get("/health", self._health)
         application.router.add_get("/ready", self._ready)
@@ -86,6 +90,9 @@ class AdminServer:
                 return False
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._key)
+
+    async def _dashboard(self, request: web.Request) -> web.Response:
+        return web.Response(text=_DASHBOARD, content_type="text/html", headers={"Content-Security-Policy": _POLICY})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -164,3 +164,21 @@ async def test_connections_to_replicas_are_reused() -> None:
                 await response.read()
         assert replica.connections == probes + 1
     await replica.stop()
+
+
+async def test_dashboard_and_admin_api() -> None:
+    replica = await StubReplica().start()
+    async with running_gateway([replica]) as gateway, session() as client:
+        async with client.get(f"{gateway.admin_url}/") as response:
+            assert response.content_type == "text/html"
+            assert "/admin/replicas" in await response.text()
+        async with client.get(f"{gateway.admin_url}/admin/replicas") as response:
+            (entry,) = (await response.json())["replicas"]
+            assert (entry["name"], entry["up"], entry["models"]) == ("replica-1", True, ["m"])
+    async with running_gateway([replica], {"admin": {"key": "k"}}) as gateway, session() as client:
+        for headers, status in (({}, 401), ({"authorization": "Bearer x"}, 401), ({"authorization": "Bearer k"}, 200)):
+            async with client.get(f"{gateway.admin_url}/admin/config", headers=headers) as response:
+                assert response.status == status
+                if status == 200:
+                    assert "**" in (await response.json())["admin"]["key"]
+    await replica.stop()
