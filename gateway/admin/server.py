@@ -2,8 +2,8 @@
 
 import hmac
 import ipaddress
-from importlib import resources
 from collections.abc import Awaitable, Callable
+from importlib import resources
 from typing import Any
 
 from aiohttp import web
