@@ -21,6 +21,7 @@ from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.proxy.routes import Routes
 from gateway.proxy.tally import Tally
+from gateway.reload import ReplicaChanges, base_url, replica_changes, sections_that_wait
 from gateway.replicas.breaker import BreakerSettings
 from gateway.replicas.ejection import Ejector
 from gateway.replicas.health import HealthChecker, HealthSettings
@@ -207,6 +208,7 @@ class Gateway:
             self.plane.replica_active,
             self._scraper.scrape,
         )
+        self._client_tls = client_tls(config)
         self.port = 0
         self.admin_port = 0
 
@@ -223,7 +225,7 @@ class Gateway:
         await self._health.start(config.health.startup_wait_s)
         await self._scraper.start()
         listen = config.listen
-        self.port = await self.plane.listen(listen.host, listen.port, listen.backlog, client_tls(config))
+        self.port = await self.plane.listen(listen.host, listen.port, listen.backlog, self._client_tls)
         up = sum(replica.up for replica in self.fleet.replicas.values())
         logger.info(
             "serving on %s:%d, admin on %s:%d, policy %s, %d of %d replicas up",
@@ -235,6 +237,73 @@ class Gateway:
             up,
             len(self.fleet.replicas),
         )
+
+    async def reload(self, config: Config) -> None:
+        """Put another configuration in force, as far as that is possible while running.
+
+        Requests under way are not touched. What cannot change is named in the log and takes effect at the next start.
+
+        Args:
+            config: a configuration that `validate` accepts.
+
+        Raises:
+            ValueError: a new replica has the name of one that stays. Nothing has changed then.
+            OSError: a key or certificate file cannot be read. Nothing has changed then.
+        """
+        old, routing, before = self.config, config.routing, self.config.routing
+        changes = replica_changes(
+            [replica_spec(replica, old) for replica in old.replicas],
+            [replica_spec(replica, config) for replica in config.replicas],
+        )
+        self._check_names(changes)
+        tls = await asyncio.to_thread(self._renewed_tls, config)
+        self.config = config
+        self._change_replicas(changes)
+        if config.aliases != old.aliases:
+            self.fleet.use_aliases(config.aliases)
+        policy = (routing.policy, routing.policy_options, routing.seed)
+        if policy != (before.policy, before.policy_options, before.seed):
+            self.router.use(make_policy(routing.policy, routing.seed, routing.policy_options))
+        self.router.room.slow_start(routing.slow_start_s)
+        plane, retries = self.plane, config.retries
+        plane.use_response_headers(routing.response_headers)
+        plane.use_keys([key.get_secret_value() for key in config.auth.client_keys], config.auth.upstream)
+        plane.use_limits(plane_limits(config), retries.budget_share, retries.budget_min_per_s)
+        plane.queue.max_requests = config.queue.max_requests
+        plane.routes = Routes(config.paths.extra, config.paths.blocked)
+        plane.use_replica_tls(tls)
+        logging.getLogger().setLevel(config.logging.level.upper())
+        self._admin.use_config(config.model_dump(mode="json"))
+        for name in sections_that_wait(old, config):
+            logger.warning("%s has changed and takes effect at the next start", name)
+        logger.info("configuration is in force: %d replicas, policy %s", len(config.replicas), routing.policy)
+
+    def _renewed_tls(self, config: Config) -> ssl.SSLContext | None:
+        """Read the certificates again; they are renewed under the same names. Open connections keep theirs."""
+        if self._client_tls is not None and config.listen.tls is not None:
+            self._client_tls.load_cert_chain(config.listen.tls.cert, config.listen.tls.key)
+        return replica_tls(config)
+
+    def _check_names(self, changes: ReplicaChanges) -> None:
+        staying = {r.name for r in self.fleet.replicas.values() if r.base_url not in changes.removed}
+        for spec in changes.added:
+            if spec.name in staying:
+                raise ValueError(f"there is a replica named {spec.name} already; the names given by themselves stay")
+
+    def _change_replicas(self, changes: ReplicaChanges) -> None:
+        fleet = self.fleet
+        by_url = {replica.base_url: replica for replica in fleet.replicas.values()}
+        for url in changes.removed:
+            replica = by_url.pop(url, None)
+            if replica is not None:
+                fleet.remove(replica.name)
+                logger.info("%s is removed", replica.name)
+        for url, spec in changes.adjusted:
+            if url in by_url:
+                fleet.reconfigure(by_url[url], spec)
+        for spec in changes.added:
+            if base_url(spec) not in by_url:
+                logger.info("%s is added", fleet.add(spec).name)
 
     async def stop(self) -> None:
         """Drain, then close everything."""

@@ -1,8 +1,6 @@
 """The command line: serve, check, estimate, bench."""
 
-import asyncio
 import logging
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,9 +42,11 @@ _CONFIG = click.option(
 @click.option("--seed", type=int, help="Seed of the policy.")
 def serve(config_path: Path | None, replicas: tuple[str, ...], **flags: Any) -> None:
     """Run the gateway. Flags win over the file."""
+    from gateway.serve import serve as run
+
     config = _configuration(config_path, replicas, **flags)
     _logging(config.logging.level)
-    sys.exit(uvloop.run(_serve(config)))
+    sys.exit(uvloop.run(run(config, config_path, lambda: _read(config_path, replicas, **flags))))
 
 
 @main.command()
@@ -67,7 +67,7 @@ main.add_command(bench)
 main.add_command(replay)
 
 
-def _configuration(
+def _read(
     config_path: Path | None,
     replicas: tuple[str, ...],
     host: str | None = None,
@@ -82,6 +82,12 @@ def _configuration(
     api_key: str | None = None,
     seed: int | None = None,
 ) -> Config:
+    """Read the file, lay the flags over it, and validate the whole.
+
+    Raises:
+        ValueError: it cannot be used (ConfigError among them).
+        OSError: a file it names cannot be read.
+    """
     from gateway.app import validate
 
     flags: dict[str, Any] = {
@@ -94,13 +100,17 @@ def _configuration(
         "model": model,
         "redis": redis,
     }
+    config = load(config_path, _given(flags))
+    validate(config)
+    return config
+
+
+def _configuration(config_path: Path | None, replicas: tuple[str, ...], **flags: Any) -> Config:
     try:
-        config = load(config_path, _given(flags))
-        validate(config)
+        return _read(config_path, replicas, **flags)
     except (ConfigError, ValueError, OSError) as error:
         click.echo(f"warmgate: invalid configuration\n{error}", err=True)
         sys.exit(2)
-    return config
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
@@ -121,41 +131,6 @@ def _logging(level: str) -> None:
     )
     # One line per probe is what aiohttp's own access log would add.
     logging.getLogger("aiohttp").setLevel(logging.WARNING)
-
-
-async def _serve(config: Config) -> int:
-    from gateway.app import Gateway
-
-    loop = asyncio.get_running_loop()
-    gateway = Gateway(config)
-    try:
-        await gateway.start()
-    except OSError as error:
-        logging.getLogger(__name__).error("cannot listen: %s", error)
-        await gateway.close()
-        return 1
-    stopping = asyncio.Event()
-    at_once = asyncio.Event()
-
-    def stop() -> None:
-        if stopping.is_set():
-            at_once.set()
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    await stopping.wait()
-    logging.getLogger(__name__).info("stopping: draining %d requests", gateway.tally.in_progress)
-    drained = loop.create_task(gateway.stop())
-    hurried = loop.create_task(at_once.wait())
-    await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
-    hurried.cancel()
-    if not drained.done():
-        drained.cancel()
-        await gateway.close()
-    else:
-        drained.result()
-    return 0
 
 
 if __name__ == "__main__":

@@ -54,6 +54,10 @@ class AdminServer:
         application.router.add_get("/admin/config", self._show_config)
         return application
 
+    def use_config(self, config: dict[str, Any]) -> None:
+        """Show another configuration, secrets masked."""
+        self._config = config
+
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port.
 

@@ -94,9 +94,7 @@ class DataPlane:
         self.queue = queue or AdmissionQueue(0)
         self._budget = budget
         self._schedule = schedule
-        # Looked up by digest: how long that takes tells nothing about how much of a key was right.
-        self._key_digests = frozenset(hashlib.sha256(key.encode()).digest() for key in client_keys)
-        self._upstream_auth = upstream_auth
+        self.use_keys(client_keys, upstream_auth)
         self._response_headers = response_headers
         self._header_prefixes: dict[tuple[str, str], bytes] = {}
         self._request_log = request_log
@@ -112,6 +110,37 @@ class DataPlane:
         self._ids = itertools.count(1)
         self._id_prefix = b"wg-" + os.urandom(8).hex().encode() + b"-"
         router.fleet.on_change(self._changed)
+
+    # -- what may change while it runs
+
+    def use_keys(self, client_keys: Iterable[str], upstream_auth: str) -> None:
+        """Let in clients with these keys only, or everybody if there are none.
+
+        Args:
+            client_keys: the keys.
+            upstream_auth: pass, replace or strip.
+        """
+        # Looked up by digest: how long that takes tells nothing about how much of a key was right.
+        self._key_digests = frozenset(hashlib.sha256(key.encode()).digest() for key in client_keys)
+        self._upstream_auth = upstream_auth
+
+    def use_limits(self, limits: PlaneLimits, budget_share: float, budget_min_per_s: float) -> None:
+        """Keep to other limits from the next look at them on."""
+        self.limits = limits
+        self._budget.configure(budget_share, budget_min_per_s)
+        for pool in self._pools.values():
+            pool.limit(limits)
+
+    def use_replica_tls(self, context: ssl.SSLContext | None) -> None:
+        """Connect to https replicas with another context from now on."""
+        self._replica_tls = context
+        for replica, pool in self._pools.items():
+            if replica.tls:
+                pool.use_tls(context)
+
+    def use_response_headers(self, send: bool) -> None:
+        """Send the x-warmgate-* headers, or do not."""
+        self._response_headers = send
 
     # -- sockets
 

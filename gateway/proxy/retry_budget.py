@@ -29,6 +29,12 @@ class RetryBudget:
         self._balance = min_per_s * _WINDOW_S
         self._filled_s = now()
 
+    def configure(self, share: float, min_per_s: float) -> None:
+        """Use other terms from now on; what has been saved is kept."""
+        self._share = share
+        self._min_per_s = min_per_s
+        self._ceiling = min_per_s * _WINDOW_S + share * 1000.0
+
     def deposit(self) -> None:
         """A request has come."""
         balance = self._balance + self._share

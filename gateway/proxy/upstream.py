@@ -323,6 +323,11 @@ class ReplicaPool:
         self._keepalive_s = limits.replica_keepalive_s
         self._max_idle = limits.max_idle_connections
 
+    def use_tls(self, tls: ssl.SSLContext | None) -> None:
+        """Connect with another context from now on."""
+        self._tls = tls
+        self.close_idle()
+
     def acquire(self) -> ReplicaConnection | None:
         """Return a live idle connection, or None if one must be dialled."""
         oldest = self._now() - self._keepalive_s

@@ -30,6 +30,12 @@ class Catalogue:
         self._bases: dict[str, str] = {}
         self._merged: list[ModelObject] = []
 
+    def use_aliases(self, aliases: Mapping[str, str]) -> None:
+        """Take other aliases; they are complete at the next `update`."""
+        self.aliases = dict(aliases)
+        for name in aliases.values():
+            self._known.setdefault(name)
+
     def resolve(self, name: str) -> str:
         """The model behind an alias; any other name is returned as it is."""
         return self.aliases.get(name, name)

@@ -49,6 +49,8 @@ class Change(StrEnum):
     RESUMED = "resumed"
     CAPACITY = "capacity"
     """The KV capacity became known or changed."""
+    CONFIGURED = "configured"
+    """The operator says something else of the replica: its key, its limit or its hardware."""
 
 
 Listener = Callable[[Change, Replica], None]
@@ -118,6 +120,22 @@ class Fleet:
     def has(self, replica: Replica) -> bool:
         """Whether this very replica is still part of the fleet."""
         return self.replicas.get(replica.name) is replica
+
+    def reconfigure(self, replica: Replica, spec: ReplicaSpec) -> None:
+        """Change what the operator says of a replica.
+
+        Args:
+            replica: which.
+            spec: the same URL, name, models and role; the rest may differ.
+        """
+        if self.has(replica) and replica.spec != spec:
+            replica.spec = spec
+            self._emit(Change.CONFIGURED, replica)
+
+    def use_aliases(self, aliases: Mapping[str, str]) -> None:
+        """Change the other names for models."""
+        self._catalogue.use_aliases(aliases)
+        self._listings_changed()
 
     @property
     def aliases(self) -> Mapping[str, str]:

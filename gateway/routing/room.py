@@ -33,6 +33,15 @@ class Room:
         self._warming_since_s: dict[int, float | None] = {}
         self._marked: set[int] = set()
 
+    def slow_start(self, seconds: float) -> None:
+        """Change how long replicas that come up take to their full share; 0 for none."""
+        self._slow_start_s = seconds
+        if not seconds:
+            slots = list(self._warming_since_s)
+            self._warming_since_s.clear()
+            for slot in slots:
+                self._mark(slot)
+
     def limit(self, slot: int, max_in_flight: int | None) -> None:
         """Say how many requests a replica may have at once; None for any number."""
         if max_in_flight is None:

@@ -234,11 +234,13 @@ class Router:
         elif change is Change.RESTARTED:
             self.index.forget(replica.slot)
             self._forget(replica.slot)
-        elif change is Change.MODELS:
+        elif change in (Change.MODELS, Change.CONFIGURED):
             self._configure(replica)
         if change in (Change.UP, Change.RESTARTED, Change.RESTORED):
             self.room.came_up(replica.slot)
-        if change in (Change.CAPACITY, Change.MODELS, Change.ADDED, Change.RESTARTED):
+        if change is Change.CONFIGURED:
+            self.room.limit(replica.slot, replica.spec.max_in_flight)
+        if change in (Change.CAPACITY, Change.MODELS, Change.ADDED, Change.RESTARTED, Change.CONFIGURED):
             self.set_capacity(replica)
 
     def _open(self, replica: Replica) -> None:
