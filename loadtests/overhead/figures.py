@@ -174,21 +174,20 @@ def line(metric: Metric, runs: Sequence[Run]) -> Line:
             value / theirs[round_] for round_, value in found.get(WARMGATE, {}).items() if theirs.get(round_, 0.0) > 0
         ]
         ratio = Spread.of(ratios) if ratios else None
-    return Line(metric, cells, errors, best_peer, ratio, _met(metric, cells, best_peer, ratio))
+    return Line(metric, cells, errors, best_peer, ratio, _met(metric, found, best_peer))
 
 
-def _met(metric: Metric, cells: dict[str, Spread], best_peer: str | None, ratio: Spread | None) -> bool | None:
-    ours = cells.get(WARMGATE)
-    if ours is None:
-        return None
+def _met(metric: Metric, found: Values, best_peer: str | None) -> bool | None:
+    """Is the target reached in the median round?"""
+    ours = found.get(WARMGATE, {})
     if metric.max_value is not None:
-        return ours.median <= metric.max_value
+        return median(ours.values()) <= metric.max_value if ours else None
     if metric.max_ratio is None or best_peer is None:
         return None
-    if metric.minus is not None:
-        # A difference may come out at or below zero, where a ratio says nothing.
-        return ours.median <= metric.max_ratio * cells[best_peer].median
-    return None if ratio is None else ratio.median <= metric.max_ratio
+    # Differences, not ratios: added latencies may come out below zero.
+    theirs = found[best_peer]
+    excess = [value - metric.max_ratio * theirs[number] for number, value in ours.items() if number in theirs]
+    return median(excess) <= 0 if excess else None
 
 
 def lines(runs: Sequence[Run]) -> list[Line]:
