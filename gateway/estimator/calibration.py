@@ -91,8 +91,11 @@ class Calibration:
         # Relative residuals: one long prompt must not outweigh a hundred short ones.
         weight = 1.0 / max(observed_s, predicted_s, 0.005)
         relative = residual_s * weight
-        # The factor of unknown hardware may be off by 10x at first, so nothing is clipped before a few samples.
-        limit = 3.0 * self._scale if self.samples > 16 else 1e9
+        # The factor of unknown hardware may be off by 10x at first, so nothing is clipped before a few samples. Then
+        # residuals count by their sign more than by their size: what delays a request beyond the model (others that
+        # arrive later and share its step, waits for memory) has a long tail on one side, and must not be taken for
+        # slow hardware.
+        limit = 0.5 * self._scale if self.samples > 16 else 1e9
         if relative > limit:
             residual_s *= limit / relative
         elif relative < -limit:

@@ -44,9 +44,7 @@ class Hardware:
         for field in ("prefill_efficiency", "decode_efficiency"):
             value = getattr(self, field)
             if not 0 < value <= 1:
-                raise ValueError(
-                    f"{field} of hardware {self.name!r} must be above 0 and at most 1, not {value!r}"
-                )
+                raise ValueError(f"{field} of hardware {self.name!r} must be above 0 and at most 1, not {value!r}")
 
 
 # Sources: NVIDIA's datasheets, rows "BFLOAT16 Tensor Core", "GPU memory bandwidth", "GPU memory".

@@ -123,9 +123,7 @@ def read_shape(config: Mapping[str, Any]) -> ConfigShape:
     hidden = fields.integer("hidden_size", "n_embd", "d_model")
     layers = fields.integer("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     heads = fields.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
-    intermediate = fields.integer(
-        "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden
-    )
+    intermediate = fields.integer("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden)
     experts = fields.integer("num_local_experts", "num_experts", "n_routed_experts", default=0)
     expert_intermediate = fields.integer("moe_intermediate_size", default=intermediate)
     return ConfigShape(
@@ -181,11 +179,7 @@ def _attention_parameters(shape: ConfigShape) -> int:
         return shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     query_width = shape.heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
     # Without a query rank (DeepSeek-V2-Lite) queries come from the hidden state directly.
-    query = (
-        latent.q_lora_rank * (shape.hidden + query_width)
-        if latent.q_lora_rank
-        else shape.hidden * query_width
-    )
+    query = latent.q_lora_rank * (shape.hidden + query_width) if latent.q_lora_rank else shape.hidden * query_width
     down = shape.hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
     up = latent.kv_lora_rank * shape.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     return query + down + up + shape.heads * latent.v_head_dim * shape.hidden
@@ -241,10 +235,7 @@ def _routed_layers(fields: _Fields, config: Mapping[str, Any], layers: int) -> i
     qwen_step = fields.integer("decoder_sparse_step", "interleave_moe_layer_step", default=1)
     only_dense = config.get("mlp_only_layers") or ()
     return sum(
-        layer >= dense_first
-        and layer % deepseek_step == 0
-        and (layer + 1) % qwen_step == 0
-        and layer not in only_dense
+        layer >= dense_first and layer % deepseek_step == 0 and (layer + 1) % qwen_step == 0 and layer not in only_dense
         for layer in range(layers)
     )
 

@@ -64,9 +64,7 @@ class ModelShape:
         if self.active_parameters > self.parameters or self.expert_parameters > self.parameters:
             raise ValueError(f"model {self.name!r} has more active or expert parameters than parameters")
         if not 0 <= self.experts_per_token <= self.experts:
-            raise ValueError(
-                f"model {self.name!r} has {self.experts} experts, {self.experts_per_token} per token"
-            )
+            raise ValueError(f"model {self.name!r} has {self.experts} experts, {self.experts_per_token} per token")
 
     @property
     def weight_bytes(self) -> float:

@@ -9,7 +9,8 @@ new request and its first token is therefore:
 ahead: prefill seconds of the requests before it, less the progress made (the load ledger knows).
 own: compute of the uncached part of the prompt, attention to the cached part included.
 steps: (tokens ahead + own tokens) / token budget, rounded up: each also decodes one token of every running stream.
-rest: without prefill ahead the request arrives in the middle of a decode step; half of one on average.
+rest: without prefill ahead the request arrives in the middle of a decode step. Tokens of running answers show when
+steps end, so the rest is what is left of the step since the last of them; half a step when none came lately.
 
 Factor and constant are learned per hardware class (`calibration.py`). Replicas whose hardware or model is not given
 share neutral constants, an 8B model on a large card, and a factor that moves fast.
@@ -25,6 +26,9 @@ from gateway.estimator.roofline import StepCost, kv_capacity_tokens, step_cost
 
 DEFAULT_TOKEN_BUDGET = 8192
 """vLLM's max_num_batched_tokens for online serving on large cards."""
+
+_STEPS_REMEMBERED = 3.0
+"""Steps after a token was last seen until which its time still tells where the engine is."""
 
 NEUTRAL_COST = step_cost(HARDWARE["h100-sxm"], MODELS["llama-3.1-8b"])
 
@@ -125,12 +129,14 @@ class Predictor:
     def fill(
         self,
         slots: Iterable[int],
+        now_s: float,
         prompt_tokens: float,
         matched_tokens: Sequence[float],
         ahead_s: Sequence[float],
         ahead_tokens: Sequence[float],
         decodes: Sequence[int],
         context_tokens: Sequence[float],
+        step_seen_s: Sequence[float],
         own_prefill_s: list[float],
         predicted_ttft_s: list[float],
         decode_delay_s: list[float],
@@ -140,12 +146,14 @@ class Predictor:
 
         Args:
             slots: candidates.
+            now_s: monotonic seconds.
             prompt_tokens: tokens of the prompt.
             matched_tokens: by slot, prompt tokens the replica holds.
             ahead_s: by slot, corrected seconds of prefill ahead.
             ahead_tokens: by slot, tokens of prefill ahead.
             decodes: by slot, running decodes.
             context_tokens: by slot, tokens of history that a decode step reads.
+            step_seen_s: by slot, when a step was last seen to end.
             own_prefill_s: by slot, written: corrected seconds of own prefill.
             predicted_ttft_s: by slot, written: predicted seconds to the first token.
             decode_delay_s: by slot, written: seconds of delay put on running decodes, summed over them.
@@ -168,7 +176,9 @@ class Predictor:
                 step = shared + (weights if weights > compute else compute)
                 work = own + steps * (shared + compute)
                 if ahead == 0.0:
-                    work += 0.5 * step
+                    # In which part of a step the request arrives shows in when the last token came.
+                    passed = (now_s - step_seen_s[slot]) / (factor * step)
+                    work += step * (1.0 - passed % 1.0 if passed < _STEPS_REMEMBERED else 0.5)
                 decode_delay_s[slot] = running * factor * own
             else:
                 step = weights + overhead

@@ -44,9 +44,7 @@ class Workload:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, not {getattr(self, field)}")
         if not 0 <= self.cached_tokens < self.prompt_tokens:
-            raise ValueError(
-                f"cached_tokens must be below the prompt's {self.prompt_tokens}, not {self.cached_tokens}"
-            )
+            raise ValueError(f"cached_tokens must be below the prompt's {self.prompt_tokens}, not {self.cached_tokens}")
 
     @property
     def new_tokens(self) -> int:
@@ -202,9 +200,7 @@ def estimate(
 
     prompt_kv_bytes = workload.prompt_tokens * model.kv_bytes_per_token
     prompt_prefill_s = cost.prefill_s(workload.prompt_tokens)
-    transfers = [
-        (link, rate, transfer_s(prompt_kv_bytes, link, link_latency_s)) for link, rate in LINKS.items()
-    ]
+    transfers = [(link, rate, transfer_s(prompt_kv_bytes, link, link_latency_s)) for link, rate in LINKS.items()]
     return Estimate(
         model=model.name,
         hardware=hardware.name,

@@ -120,9 +120,7 @@ def attention_pairs(new_tokens: float, cached_tokens: float) -> float:
     return new_tokens * (cached_tokens + new_tokens / 2)
 
 
-def step_cost(
-    hardware: Hardware, model: ModelShape, tensor_parallel: int = 1, overhead_s: float = 0.0
-) -> StepCost:
+def step_cost(hardware: Hardware, model: ModelShape, tensor_parallel: int = 1, overhead_s: float = 0.0) -> StepCost:
     """The step constants of a model on one card, or on several as one with tensor parallelism.
 
     FLOP/s and bandwidth scale with the degree (communication is not modelled: it belongs into `overhead_s`).
@@ -148,9 +146,7 @@ def step_cost(
         weights_s=model.weight_bytes / (card_bytes_per_s * tensor_parallel),
         kv_s_per_token=model.kv_bytes_per_token * copies / (card_bytes_per_s * tensor_parallel),
         overhead_s=overhead_s,
-        expert_weights_s=model.expert_parameters
-        * model.bytes_per_parameter
-        / (card_bytes_per_s * tensor_parallel),
+        expert_weights_s=model.expert_parameters * model.bytes_per_parameter / (card_bytes_per_s * tensor_parallel),
         idle_expert_share=model.idle_expert_share,
     )
 

@@ -523,11 +523,12 @@ class Exchange:
         self._relay(data)
         observer = self._observer
         if observer is not None:
+            assignment = self.assignment
+            assert assignment is not None
             if observer.feed(data):
                 self.first_token_s = now
-                if self.assignment is not None:
-                    self.assignment.first_token(now)
-            self.last_token_s = now
+                assignment.first_token(now)
+            self.last_token_s = assignment.step_seen_s[assignment.slot] = now
 
     def response_end(self) -> None:
         """The replica's response is complete, or its connection ended a body that has no other end."""

@@ -117,6 +117,7 @@ class LoadLedger:
         "kv_tokens",
         "prefill_tokens",
         "prefill_work_s",
+        "step_seen_s",
     )
 
     def __init__(self) -> None:
@@ -129,11 +130,13 @@ class LoadLedger:
         self.decodes: list[int] = []
         """Requests past their first token."""
         self.context_tokens: list[float] = []
-        """History that one decode step reads: prompt and half the expected output of requests past their first token."""
+        """History one decode step reads: prompt and half the expected output of requests past their first token."""
         self.kv_tokens: list[float] = []
         """Prompt and expected output tokens of requests in flight."""
         self.kv_own_tokens: list[float] = []
         """Of those, what no other request shares: uncached prompt and expected output. Adds up to memory."""
+        self.step_seen_s: list[float] = []
+        """When a token of the replica was last seen: the end of an engine step. Written by whoever sees it."""
         self._generations: list[int] = []
         # OrderedDict, not dict: finding the first key of a dict after many removals walks over the holes.
         self._queues: list[OrderedDict[Ticket, None]] = []
@@ -155,6 +158,7 @@ class LoadLedger:
             self.context_tokens.append(0.0)
             self.kv_tokens.append(0.0)
             self.kv_own_tokens.append(0.0)
+            self.step_seen_s.append(0.0)
             self._generations.append(0)
             self._queues.append(OrderedDict())
             self._heads.append(None)
@@ -172,6 +176,7 @@ class LoadLedger:
         self.context_tokens[slot] = 0.0
         self.kv_tokens[slot] = 0.0
         self.kv_own_tokens[slot] = 0.0
+        self.step_seen_s[slot] = 0.0
         self._queues[slot] = OrderedDict()
         self._heads[slot] = None
         self._busy_since_s[slot] = 0.0

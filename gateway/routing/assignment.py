@@ -7,7 +7,7 @@ from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex, Record
 from gateway.replicas.breaker import Outcome as AttemptOutcome
 from gateway.replicas.ejection import Attempt, Ejector
-from gateway.replicas.load import Ticket
+from gateway.replicas.load import LoadLedger, Ticket
 from gateway.replicas.registry import Fleet, Replica
 from gateway.routing.query import Query
 from policies.types import Choice
@@ -19,6 +19,7 @@ class Releases(Protocol):
     fleet: Fleet
     ejector: Ejector
     index: PrefixIndex
+    ledger: LoadLedger
     predictor: Predictor
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
@@ -36,6 +37,7 @@ class Assignment:
         predicted_ttft_s: seconds from assignment to the first token.
         assigned_s: when.
         observed_ttft_s: what it was in the end; None before.
+        step_seen_s: the ledger's column; whoever sees a token writes the time at `slot`.
     """
 
     __slots__ = (
@@ -55,6 +57,7 @@ class Assignment:
         "reason",
         "replica",
         "slot",
+        "step_seen_s",
         "terms",
     )
 
@@ -86,6 +89,7 @@ class Assignment:
         self.predicted_ttft_s = predicted_ttft_s
         self.observed_ttft_s: float | None = None
         self.finished = False
+        self.step_seen_s = parts.ledger.step_seen_s
         self._work_s = work_s
         self._ticket = ticket
         self._record = record

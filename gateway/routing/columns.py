@@ -121,7 +121,7 @@ class Columns:
         if self._reads_ahead:
             self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
         if self._reads_predictions:
-            self._predict(slots, prompt_tokens)
+            self._predict(slots, prompt_tokens, now_s)
         if self._reads_engine and now_s - self._engine_read_s >= ENGINE_REFRESH_S:
             self._read_engines(now_s)
         candidates = self.candidates
@@ -133,7 +133,7 @@ class Columns:
         if not self._reads_predictions:
             one = (slot,)
             self._ledger.fill_prefill_ahead_s(one, now_s, self._ahead_s)
-            self._predict(one, prompt_tokens)
+            self._predict(one, prompt_tokens, now_s)
 
     def clear(self) -> None:
         """Forget the matches of the last request."""
@@ -153,16 +153,18 @@ class Columns:
                 held = int(offsets[blocks] * per_byte) // ENGINE_BLOCK_TOKENS * ENGINE_BLOCK_TOKENS
                 tokens[slot] = float(max(min(held, most), 0))
 
-    def _predict(self, slots: Sequence[int], prompt_tokens: float) -> None:
+    def _predict(self, slots: Sequence[int], prompt_tokens: float, now_s: float) -> None:
         ledger = self._ledger
         self._predictor.fill(
             slots,
+            now_s,
             prompt_tokens,
             self.matched_tokens,
             self._ahead_s,
             ledger.prefill_tokens,
             ledger.decodes,
             ledger.context_tokens,
+            ledger.step_seen_s,
             self.own_prefill_s,
             self.predicted_ttft_s,
             self._delay_s,

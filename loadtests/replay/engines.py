@@ -13,6 +13,7 @@ from loadtests.replay.settings import ReplicaModel
 
 _MANY_STEPS = 1 << 30
 
+StepBegin = Callable[["SimulatedReplica", float], None]
 StepEnd = Callable[["SimulatedReplica", StepResult, float], None]
 
 
@@ -49,6 +50,7 @@ class SimulatedReplica:
         self.started_s = 0.0
         self.ends_s: float | None = None
         self.on_step_end: StepEnd = lambda replica, result, began_s: None
+        self.on_step_begin: StepBegin = lambda replica, began_s: None
         self._events = events
         self._quiet_until = quiet_until
         self._incarnation = 0
@@ -114,11 +116,17 @@ class SimulatedReplica:
             return
         self._scheduled = False
         now_s = self._events.now_s
-        result = self.engine.step(_MANY_STEPS, self._quiet_until() - now_s)
+        engine = self.engine
+        result = engine.step(_MANY_STEPS, self._quiet_until() - now_s)
         if result is None:
             self.ends_s = None
             return
         self.ends_s = now_s + result.duration_s
+        if result.steps > 1:
+            last_s = engine.cost.step_s(result.decodes, 0.0, engine.context_tokens - result.decodes)
+            self.on_step_begin(self, self.ends_s - last_s)
+        else:
+            self.on_step_begin(self, now_s)
         self._events.at(self.ends_s, STEP, self._end, incarnation, result, now_s)
 
     def _end(self, incarnation: int, result: StepResult, began_s: float) -> None:

@@ -96,6 +96,7 @@ class Replay:
         ]
         for replica in self._replicas:
             replica.on_step_end = self._step_ended
+            replica.on_step_begin = self._step_begins
         self._feeds = [
             EventFeed(
                 self._router.index,
@@ -287,6 +288,10 @@ class Replay:
             self._expect(now_s + record.session.turns[following].think_s, record.session, following)
 
     # -- news of the engines
+
+    def _step_begins(self, replica: SimulatedReplica, began_s: float) -> None:
+        """The step that a request could arrive in begins: the one before has just shown its tokens."""
+        self._router.ledger.step_seen_s[replica.slot] = began_s + self._settings.event_delay_s
 
     def _step_ended(self, replica: SimulatedReplica, result: StepResult, began_s: float) -> None:
         now_s = self._events.now_s

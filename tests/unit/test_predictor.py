@@ -20,9 +20,12 @@ def predict(
     ahead_tokens: float = 0.0,
     decodes: int = 0,
     kv_tokens: float = 0.0,
+    now_s: float = 1e6,
 ) -> tuple[float, float, float]:
     own, ttft, delay, step = [0.0], [0.0], [0.0], [0.0]
-    predictor.fill([0], prompt, [matched], [ahead_s], [ahead_tokens], [decodes], [kv_tokens], own, ttft, delay, step)
+    predictor.fill(
+        [0], now_s, prompt, [matched], [ahead_s], [ahead_tokens], [decodes], [kv_tokens], [0.0], own, ttft, delay, step
+    )
     return own[0], ttft[0], delay[0]
 
 
