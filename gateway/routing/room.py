@@ -12,6 +12,9 @@ Everything is kept per slot. As long as no slot has a reason, a request pays for
 
 from collections.abc import Sequence
 
+_TOGETHER = 0.05
+"""Share of the slow start within which replicas count as having come up at the same time."""
+
 
 class Room:
     """The reasons, by slot."""
@@ -96,24 +99,29 @@ class Room:
         return [slot for slot in slots if slot not in until_s] or slots
 
     def _warm_enough(self, slots: Sequence[int], now_s: float) -> Sequence[int]:
-        since_s = self._warming_since_s
-        warm = [slot for slot in slots if slot not in since_s]
-        mean = sum(self._in_flight[slot] for slot in warm) / len(warm) if warm else 0.0
-        cold: set[int] = set()
+        since_s, whole_s = self._warming_since_s, self._slow_start_s
+        ages_s: list[float] = []
         for slot in slots:
-            if slot not in since_s:
-                continue
-            started_s = since_s[slot]
+            started_s = since_s.get(slot, -whole_s)
             if started_s is None:
                 started_s = since_s[slot] = now_s
-            share = (now_s - started_s) / self._slow_start_s
-            if share >= 1.0:
-                del since_s[slot]
-                self._mark(slot)
-            elif self._in_flight[slot] >= max(1.0, share * mean):
-                cold.add(slot)
-        # A whole fleet that comes up together has nobody to warm up behind.
-        return [slot for slot in slots if slot not in cold] if warm else slots
+            age_s = now_s - started_s
+            if age_s >= whole_s:
+                age_s = whole_s
+                if slot in since_s:
+                    del since_s[slot]
+                    self._mark(slot)
+            ages_s.append(age_s)
+        # Replicas that came up together warm up together, and behind those that were there before them.
+        oldest_s = max(ages_s)
+        together_s = oldest_s - _TOGETHER * whole_s
+        first = [self._in_flight[slot] for slot, age_s in zip(slots, ages_s, strict=True) if age_s >= together_s]
+        mean = sum(first) / len(first)
+        return [
+            slot
+            for slot, age_s in zip(slots, ages_s, strict=True)
+            if age_s >= together_s or self._in_flight[slot] < max(1.0, mean * age_s / oldest_s)
+        ]
 
     def _mark(self, slot: int) -> None:
         if slot in self._limits or slot in self._spared_until_s or slot in self._warming_since_s:
