@@ -62,6 +62,17 @@ class GatewayCollector(Collector):
         yield CounterMetricFamily(
             "warmgate_retries_denied", "Retries that the retry budget did not allow.", value=tally.retries_denied
         )
+        queue = self._plane.queue
+        yield GaugeMetricFamily("warmgate_queue_requests", "Requests waiting for a replica.", value=queue.waiting)
+        yield CounterMetricFamily("warmgate_queue_entered", "Requests that had to wait.", value=queue.entered)
+        yield CounterMetricFamily(
+            "warmgate_queue_turned_away", "Requests that found the queue full.", value=queue.turned_away
+        )
+        waits = HistogramMetricFamily(
+            "warmgate_queue_wait_seconds", "Time in the queue, of requests that got a replica.", labels=[]
+        )
+        _add(waits, [], tally.queue_wait_s)
+        yield waits
         yield GaugeMetricFamily("warmgate_requests_in_progress", "Requests under way.", value=tally.in_progress)
 
     def _series(self) -> Iterator[Metric]:

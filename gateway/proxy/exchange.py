@@ -115,7 +115,6 @@ class Exchange:
         "_paused_since_s",
         "_plane",
         "_query",
-        "_queued_s",
         "_request_complete",
         "_resent",
         "_response",
@@ -137,6 +136,7 @@ class Exchange:
         "method",
         "outcome",
         "phase",
+        "queued_s",
         "request_id",
         "sent_s",
         "started_s",
@@ -174,7 +174,7 @@ class Exchange:
         self._upload_started = False
         self._upload_blocked = False
         self._lacking = Cause.SATURATED
-        self._queued_s = 0.0
+        self.queued_s = 0.0
         self._routed_s = self.started_s
         self._query: Query | None = None
         self._tried: list[int] = []
@@ -359,7 +359,7 @@ class Exchange:
         queue = plane.queue
         if (queue.waiting and queue.has_line(query.model)) or not self.offer_room():
             if queue.enter(query.model, self):
-                self._queued_s = self._routed_s
+                self.queued_s = self._routed_s
             else:
                 self._failed(self._lacking)
 
@@ -380,6 +380,8 @@ class Exchange:
             logger.exception("request %s cannot be routed", self.request_id.decode("latin-1"))
             self.broken_inside()
             return True
+        if self.queued_s:
+            self._plane.tally.queue_wait_s.add(self._plane.now() - self.queued_s)
         self._attempt(assignment)
         return True
 
@@ -596,7 +598,7 @@ class Exchange:
             if idle_s > limits.body_timeout_s:
                 self._failed(Cause.UPLOAD_STALLED)
         elif phase is Phase.QUEUED:
-            if now_s - self._queued_s > limits.queue_wait_s:
+            if now_s - self.queued_s > limits.queue_wait_s:
                 self._failed(self._lacking)
         elif phase is Phase.WAITING:
             if self._handling is Handling.STREAM and not self._request_complete and not self._upload_blocked:
@@ -721,7 +723,7 @@ class Exchange:
             and head is not None
             # Where a length was promised, or the events are compressed, a plain event would be damage, not news.
             and head.content_length is None
-            and b"content-encoding" not in head.passed.lower()
+            and not head.encoded
             and not self._bodiless()
         ):
             event = error.event()

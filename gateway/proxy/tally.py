@@ -84,6 +84,8 @@ class Tally:
         self.bad_requests: defaultdict[str, int] = defaultdict(int)
         """Bytes that were no request, by error code."""
         self.in_progress = 0
+        self.queue_wait_s = Histogram(TTFT_BUCKETS_S)
+        """Seconds in the queue, of requests that got a replica in the end."""
 
     def of(self, replica: str, policy: str) -> Series:
         """Return the series of a replica and policy."""

@@ -287,6 +287,11 @@ async def test_what_is_over_the_cap_waits_in_the_queue_and_is_served_in_order(st
             await eventually(lambda sent=number + 1: gateway.gateway.tally.in_progress + len(served) >= sent)  # type: ignore[misc]
         assert set(await asyncio.gather(*tasks)) == {200}
         assert served == sorted(served, key=int)
+        async with client.get(f"{gateway.admin_url}/metrics") as response:
+            page = await response.text()
+        assert "warmgate_queue_requests 0.0" in page
+        assert "warmgate_queue_entered_total 19.0" in page
+        assert "warmgate_queue_wait_seconds_count 19.0" in page
         assert replica.in_flight_max == 1
         gateway.assert_idle()
 
