@@ -151,7 +151,15 @@ class DataPlane:
             OSError: the address cannot be bound.
         """
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: ClientConnection(self), host, port, backlog=backlog, ssl=tls)
+        server = await loop.create_server(
+            lambda: ClientConnection(self),
+            host,
+            port,
+            backlog=backlog,
+            ssl=tls,
+            # The event loop's own limit is a minute, and what is still shaking hands is not counted as a connection.
+            ssl_handshake_timeout=self.limits.head_timeout_s if tls is not None else None,
+        )
         self._servers.append(server)
         if self._ticker is None:
             self._ticker = loop.call_later(self.limits.tick_s(), self._tick)

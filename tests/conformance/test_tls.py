@@ -160,6 +160,12 @@ async def test_plain_http_on_a_tls_port_is_turned_away(replica: StubReplica, aut
             assert (await client.ask(get("/health"))).status == 200
 
 
+async def test_a_handshake_must_be_done_in_time(replica: StubReplica, authority: Authority) -> None:
+    options = {**listening(authority), "timeouts": {"head_s": 0.2}}
+    async with running_gateway([replica], options) as gateway, raw_client(gateway.port) as client:
+        assert await client.ended() in (True, False)
+
+
 async def test_clients_without_a_certificate_are_turned_away(
     replica: StubReplica, authority: Authority, stranger: Authority
 ) -> None:
