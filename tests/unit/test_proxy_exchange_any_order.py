@@ -7,7 +7,7 @@ answer has reached the client, and no client takes a cut answer for a whole one.
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -324,8 +324,12 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.getLogger("gateway").setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("gateway")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
 
 
 TestAnyOrder = AnyOrder.TestCase
