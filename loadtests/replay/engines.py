@@ -13,7 +13,7 @@ from loadtests.replay.settings import ReplicaModel
 
 _MANY_STEPS = 1 << 30
 
-StepBegin = Callable[["SimulatedReplica", float], None]
+TokensSeen = Callable[["SimulatedReplica", float], None]
 StepEnd = Callable[["SimulatedReplica", StepResult, float], None]
 
 
@@ -50,7 +50,7 @@ class SimulatedReplica:
         self.started_s = 0.0
         self.ends_s: float | None = None
         self.on_step_end: StepEnd = lambda replica, result, began_s: None
-        self.on_step_begin: StepBegin = lambda replica, began_s: None
+        self.on_tokens: TokensSeen = lambda replica, emitted_s: None
         self._events = events
         self._quiet_until = quiet_until
         self._incarnation = 0
@@ -117,16 +117,19 @@ class SimulatedReplica:
         self._scheduled = False
         now_s = self._events.now_s
         engine = self.engine
+        context_tokens = engine.context_tokens
         result = engine.step(_MANY_STEPS, self._quiet_until() - now_s)
         if result is None:
             self.ends_s = None
             return
         self.ends_s = now_s + result.duration_s
         if result.steps > 1:
-            last_s = engine.cost.step_s(result.decodes, 0.0, engine.context_tokens - result.decodes)
-            self.on_step_begin(self, self.ends_s - last_s)
-        else:
-            self.on_step_begin(self, now_s)
+            # Nothing can come in before the last of them begins: what is known by then may be told at once. Its
+            # tokens may be underway for a while, so the end of the one before is told too.
+            decodes = result.decodes
+            last_s = engine.cost.step_s(decodes, 0.0, context_tokens + decodes * (result.steps - 1))
+            self.on_tokens(self, self.ends_s - last_s - (last_s - engine.cost.kv_s_per_token * decodes))
+            self.on_tokens(self, self.ends_s - last_s)
         self._events.at(self.ends_s, STEP, self._end, incarnation, result, now_s)
 
     def _end(self, incarnation: int, result: StepResult, began_s: float) -> None:
@@ -134,6 +137,8 @@ class SimulatedReplica:
             return
         engine = self.engine
         self._running, self._waiting, self._kv_usage = engine.running, engine.waiting, engine.kv_usage
+        if result.decodes or result.first_tokens or result.resumed:
+            self.on_tokens(self, self._events.now_s)
         self.on_step_end(self, result, began_s)
         if incarnation == self._incarnation:
             self._begin(incarnation)

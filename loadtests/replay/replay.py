@@ -96,7 +96,7 @@ class Replay:
         ]
         for replica in self._replicas:
             replica.on_step_end = self._step_ended
-            replica.on_step_begin = self._step_begins
+            replica.on_tokens = self._tokens_emitted
         self._feeds = [
             EventFeed(
                 self._router.index,
@@ -289,9 +289,16 @@ class Replay:
 
     # -- news of the engines
 
-    def _step_begins(self, replica: SimulatedReplica, began_s: float) -> None:
-        """The step that a request could arrive in begins: the one before has just shown its tokens."""
-        self._router.ledger.step_seen_s[replica.slot] = began_s + self._settings.event_delay_s
+    def _tokens_emitted(self, replica: SimulatedReplica, emitted_s: float) -> None:
+        """The end of a step shows in the tokens of its requests."""
+        delay_s = self._settings.event_delay_s
+        if delay_s > 0:
+            self._events.at(emitted_s + delay_s, REPORT, self._step_seen, replica.slot, emitted_s + delay_s)
+        else:
+            self._step_seen(replica.slot, emitted_s)
+
+    def _step_seen(self, slot: int, seen_s: float) -> None:
+        self._router.ledger.step_seen_s[slot] = seen_s
 
     def _step_ended(self, replica: SimulatedReplica, result: StepResult, began_s: float) -> None:
         now_s = self._events.now_s

@@ -81,8 +81,8 @@ def ttft_s(record: RequestRecord) -> float:
     return record.first_token_s - record.arrival_s
 
 
-def by_hand(load: Load, limits: EngineLimits) -> tuple[dict[str, float], dict[str, float]]:
-    """First tokens and ends, by stepping one engine one step at a time."""
+def by_hand(load: Load, limits: EngineLimits) -> tuple[dict[str, float], dict[str, float], list[float]]:
+    """First tokens, ends, and when there were tokens, by stepping one engine one step at a time."""
     engine = Engine(COST, limits)
     arrivals = [
         (
@@ -101,16 +101,19 @@ def by_hand(load: Load, limits: EngineLimits) -> tuple[dict[str, float], dict[st
     now_s = 0.0
     first_s: dict[str, float] = {}
     ended_s: dict[str, float] = {}
+    tokens_s: list[float] = [0.0]
     while True:
         while arrivals and arrivals[-1][0] <= now_s:
             engine.add(arrivals.pop()[1])
         result = engine.step()
         if result is None:
             if not arrivals:
-                return first_s, ended_s
+                return first_s, ended_s, tokens_s
             now_s = arrivals[-1][0]
             continue
         now_s += result.duration_s
+        if result.decodes or result.first_tokens or result.resumed:
+            tokens_s.append(now_s)
         first_s.update((request.id, now_s) for request in result.first_tokens)
         ended_s.update((request.id, now_s) for request in result.finished)
 
@@ -121,13 +124,31 @@ def test_one_replica_alone_does_what_its_engine_does(seed: int, capacity_tokens:
     # With 9,000 tokens of memory requests are preempted.
     limits = EngineLimits(kv_capacity_tokens=capacity_tokens, max_batched_tokens=2048)
     load = random_load(seed)
-    first_s, ended_s = by_hand(load, limits)
+    first_s, ended_s, _ = by_hand(load, limits)
     result = run(load, "round_robin", settings(limits=limits))
     assert len(first_s) == len(result.records) == 120
     assert (result.replicas[0].preemptions > 0) == (capacity_tokens == 9_000)
     for number, record in enumerate(result.records):
         assert record.first_token_s == pytest.approx(first_s[str(number)], rel=1e-9)
         assert record.ended_s == pytest.approx(ended_s[str(number)], rel=1e-9)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.003])
+def test_the_gateway_sees_the_last_token_before_each_arrival(delay_s: float) -> None:
+    seen: list[float] = []
+
+    class Watching(Always):
+        def choose(self, request: Request, candidates: Candidates) -> Choice:
+            seen.append(replay._router.ledger.step_seen_s[0])
+            return super().choose(request, candidates)
+
+    load = random_load(5)
+    _, _, tokens_s = by_hand(load, LIMITS)
+    replay = Replay(load, Watching(0), settings(event_delay_s=delay_s))
+    replay.run()
+    for session, seen_s in zip(load.stages[0].sessions, seen, strict=True):
+        last_s = max(token_s for token_s in tokens_s if token_s + delay_s <= session.arrival_s or token_s == 0.0)
+        assert seen_s == pytest.approx(last_s + delay_s if last_s else 0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("policy", ["random", "least_outstanding", "predicted_ttft"])
