@@ -555,6 +555,10 @@ class Exchange:
         status = head.status
         if status < 400:
             verdict, outcome = Verdict.OK, Outcome.OK
+            assignment = self.assignment
+            if observer is None and assignment is not None:
+                # A whole answer ends with a step, as a token does.
+                assignment.step_seen_s[assignment.slot] = self._last_byte_s
             if observer is not None and observer.failed:
                 # An error event inside a 200. Only the code can tell whose fault it is.
                 verdict = Verdict.SERVER_ERROR if _SERVER_FAULT.search(tail) else Verdict.CLIENT_ERROR
@@ -645,7 +649,9 @@ class Exchange:
             if self._retry_elsewhere(rule):
                 return
             action = rule.otherwise
-        self._detach(rule.verdict, keep_prefix=self.first_token_s is not None)
+        gave_up = cause is Cause.CLIENT_LEFT or cause is Cause.DEADLINE
+        verdict = Verdict.TIMEOUT if gave_up and self._hung() else rule.verdict
+        self._detach(verdict, keep_prefix=self.first_token_s is not None)
         self.error_code = rule.code
         if action is Action.ABORT:
             self._close(Outcome.CANCELLED)
@@ -661,6 +667,17 @@ class Exchange:
         self._respond(error)
         self._close(Outcome.FAILED if self.attempts and error.status >= 500 else Outcome.REFUSED)
         self._client.finished(self._keep_alive())
+
+    def _hung(self) -> bool:
+        """Say whether the replica has shown no sign of life since it got this stream, for too long; see `failures`."""
+        assignment, query = self.assignment, self._query
+        if assignment is None or query is None or not query.stream or self.first_token_s is not None:
+            return False
+        if self.phase is not Phase.WAITING and self.phase is not Phase.STREAMING:
+            return False
+        waited_s = self._plane.now() - self.sent_s
+        longest_s = max(failures.HUNG_AFTER_S, failures.HUNG_AFTER_PREDICTIONS * assignment.predicted_ttft_s)
+        return waited_s > longest_s and assignment.step_seen_s[assignment.slot] < self.sent_s
 
     def _resend(self) -> bool:
         """Send the request to the same replica once more on a new connection, if that has not been done already."""
@@ -678,6 +695,10 @@ class Exchange:
         try:
             assignment = plane.router.assign(self._query, self._tried, plane.now())
         except NoReplica:
+            return False
+        except Exception:
+            # In the replica's callback it would end up as another failure of the replica, and be met again.
+            logger.exception("request %s cannot be routed again", self.request_id.decode("latin-1"))
             return False
         plane.retried(self)
         self._detach(rule.verdict, keep_prefix=False)

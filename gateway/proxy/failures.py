@@ -185,6 +185,13 @@ TABLE: dict[tuple[Phase, Cause], Rule] = {
 }
 """Pairs that are not here cannot happen; asking for one is a bug and raises KeyError."""
 
+HUNG_AFTER_S = 30.0
+HUNG_AFTER_PREDICTIONS = 5.0
+"""Clients and deadlines are often more impatient than the first-byte timeout, so an engine that hangs while its server
+answers probes might never be found out by timeouts. Hence one exception to the verdicts above: a stream that is given
+up before its first token counts as a timeout if it has waited this long (and this many times longer than predicted),
+and no token of any request has come from the replica in all that time."""
+
 STATUS_CAUSES: dict[int, Cause] = {
     429: Cause.BUSY,
     500: Cause.SERVER_ERROR,

@@ -386,6 +386,99 @@ def test_a_request_is_still_retried_while_the_gateway_drains() -> None:
     assert client.answer().status == 200
 
 
+def test_a_policy_that_raises_at_a_retry_leaves_the_first_failure(caplog: pytest.LogCaptureFixture) -> None:
+    class Once:
+        name = "once"
+        reads: frozenset[Column] = frozenset()
+
+        def choose(self, request: Request, candidates: Candidates) -> Choice:
+            if len(candidates.slots) < 2:
+                raise ZeroDivisionError
+            return Choice(0, "first")
+
+    bench = Bench()
+    bench.router.use(Once())
+    _, client = bench.request()
+    bench.connect().lose(ConnectionResetError())
+    assert client.answer().status == 502
+    assert "ZeroDivisionError" in caplog.text
+    bench.assert_idle()
+
+
+def test_a_stream_may_live_as_long_as_its_tokens_come() -> None:
+    bench = Bench()
+    _, client = bench.request(stream=True)
+    peer = bench.connect()
+    peer.send(SSE_HEAD)
+    for _ in range(200):
+        bench.tick(29)
+        peer.send(chunk(TOKEN))
+    peer.send(chunk(DONE) + chunk(b""))
+    assert client.answer().complete
+    bench.assert_idle()
+
+
+# -- replicas that hang
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+@pytest.mark.parametrize("deadline_s", [0.0, 40.0])
+def test_an_engine_that_hangs_is_found_out_though_clients_are_more_impatient(
+    with_head: bool, deadline_s: float
+) -> None:
+    bench = Bench(limits={"deadline_s": deadline_s, "first_byte_timeout_s": 600.0, "silence_timeout_s": 600.0})
+    for _ in range(5):
+        exchange, _ = bench.request(stream=True)
+        peer = bench.connect()
+        if with_head:
+            # The server is well, and says so before the engine has said anything.
+            peer.send(SSE_HEAD)
+        bench.tick(41)
+        exchange.client_gone()
+    assert [verdict for _, verdict in bench.ejector.verdicts] == [Verdict.TIMEOUT] * 5
+    assert bench.fleet.replicas["replica-1"].ejected
+
+
+def test_impatience_alone_is_no_evidence() -> None:
+    bench = Bench(limits={"first_byte_timeout_s": 600.0})
+    # Not that long.
+    exchange, _ = bench.request(stream=True)
+    bench.connect()
+    bench.tick(29)
+    exchange.client_gone()
+    # Nothing can be seen of an answer that is not streamed.
+    exchange, _ = bench.request()
+    bench.connect()
+    bench.tick(59)
+    exchange.client_gone()
+    # Others get their tokens.
+    exchange, _ = bench.request(stream=True)
+    bench.connect()
+    bench.request(stream=True)
+    other = bench.connect()
+    other.send(SSE_HEAD)
+    bench.clock += 29
+    other.send(chunk(TOKEN))
+    bench.tick(28)
+    exchange.client_gone()
+    # Or their whole answers.
+    exchange, _ = bench.request(stream=True)
+    bench.connect()
+    bench.clock += 5
+    bench.request()
+    bench.connect().send(OK_JSON)
+    bench.clock += 50
+    exchange.client_gone()
+    # It was past its first token.
+    exchange, _ = bench.request(stream=True)
+    peer = bench.connect()
+    peer.send(SSE_HEAD + chunk(TOKEN))
+    bench.clock += 50
+    exchange.client_gone()
+    verdicts = [verdict for _, verdict in bench.ejector.verdicts]
+    assert verdicts == [Verdict.CANCELLED] * 3 + [Verdict.OK] + [Verdict.CANCELLED] * 2
+
+
 # -- replicas that leave
 
 
