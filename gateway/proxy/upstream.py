@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 # Nothing left on this machine to connect with; says nothing about the replica.
 _OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
+_MAX_HEADERS = 1000
+"""Of a response. A replica that never comes to the end of its head must not fill the memory."""
 _DEAD_AFTER_S = 30
 # A machine that lost power or network sends no FIN and no RST, and a stream may be silent for minutes. The kernel can
 # tell the difference: it probes an idle connection, and bounds how long bytes may stay unacknowledged.
@@ -246,7 +248,9 @@ class ReplicaConnection(asyncio.Protocol):
         self._reason += status
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
+        """One header; after the body, one trailer."""
+        if len(self._headers) >= _MAX_HEADERS:
+            raise ValueError("too many headers")
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:

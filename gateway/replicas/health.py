@@ -163,7 +163,7 @@ class HealthChecker:
             return
         vitals = self._vitals.setdefault(replica, Vitals(self._settings))
         seen_before = vitals.up is not None
-        verdict = vitals.observe(failure, self._is_active(replica.slot))
+        verdict = vitals.observe(failure, failure is ProbeFailure.TIMEOUT and self._is_active(replica.slot))
         if verdict is True:
             await self._came_up(replica, vitals, seen_before)
         elif verdict is False:

@@ -172,6 +172,7 @@ def test_a_reused_connection_lost_before_any_byte_is_stale_and_after_one_it_is_r
         b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 1001 + b"content-length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nxx",
     ],
 )
