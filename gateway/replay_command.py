@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -131,6 +132,8 @@ def replay(
     from loadtests.replay.settings import ReplaySettings
     from loadtests.workloads.catalog import load_named
 
+    # Breakers that open in simulated time are figures, not news for the log.
+    logging.getLogger("gateway").addHandler(logging.NullHandler())
     options = FleetOptions(
         preset=preset,
         replicas=replicas,
