@@ -22,6 +22,7 @@ from gateway.proxy.errors import GatewayError
 from gateway.proxy.exchange import Exchange, Outcome
 from gateway.proxy.heads import RequestHead
 from gateway.proxy.limits import PlaneLimits
+from gateway.proxy.listener import Listener, listen
 from gateway.proxy.record import count, log_record
 from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget
@@ -103,7 +104,7 @@ class DataPlane:
         # Dictionaries for their order: what a tick does must not depend on memory addresses.
         self._exchanges: dict[Exchange, None] = {}
         self._clients: dict[ClientConnection, None] = {}
-        self._servers: list[asyncio.Server] = []
+        self._listeners: list[Listener] = []
         self._ticker: asyncio.TimerHandle | None = None
         # Set whenever an exchange or a connection has ended; drain waits for it.
         self._ended = asyncio.Event()
@@ -150,21 +151,13 @@ class DataPlane:
         Raises:
             OSError: the address cannot be bound.
         """
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: ClientConnection(self),
-            host,
-            port,
-            backlog=backlog,
-            ssl=tls,
-            # The event loop's own limit is a minute, and what is still shaking hands is not counted as a connection.
-            ssl_handshake_timeout=self.limits.head_timeout_s if tls is not None else None,
-        )
-        self._servers.append(server)
+        # The event loop's own limit for a handshake is a minute, and what is still shaking hands is not counted as a
+        # connection.
+        listener = await listen(host, port, backlog, lambda: ClientConnection(self), tls, self.limits.head_timeout_s)
+        self._listeners.append(listener)
         if self._ticker is None:
-            self._ticker = loop.call_later(self.limits.tick_s(), self._tick)
-        bound: int = server.sockets[0].getsockname()[1]
-        return bound
+            self._ticker = asyncio.get_running_loop().call_later(self.limits.tick_s(), self._tick)
+        return listener.port
 
     async def drain(self, grace_s: float, limit_s: float) -> None:
         """Stop: accept for a grace time, let running requests end, cut what is left.
@@ -176,8 +169,8 @@ class DataPlane:
         self.draining = True
         if grace_s:
             await asyncio.sleep(grace_s)
-        for server in self._servers:
-            server.close()
+        for listener in self._listeners:
+            listener.close()
         for client in list(self._clients):
             client.close_if_idle()
         deadline_s = self.now() + limit_s
@@ -203,8 +196,8 @@ class DataPlane:
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
-        for server in self._servers:
-            server.close()
+        for listener in self._listeners:
+            listener.close()
         for pool in self._pools.values():
             pool.close()
 
@@ -254,7 +247,7 @@ class DataPlane:
     @property
     def listening(self) -> bool:
         """The API port is open."""
-        return bool(self._servers)
+        return bool(self._listeners)
 
     @property
     def open_connections(self) -> int:
