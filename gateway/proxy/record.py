@@ -55,6 +55,11 @@ def count(exchange: Exchange, tally: Tally, now_s: float, replica: str) -> None:
         series.tpot_s.add(per_token_s)
 
 
+def _ms(seconds: float) -> float:
+    """Milliseconds to two places; `round` to places goes through decimal text and costs four times as much."""
+    return int(seconds * 1e5) / 1e2
+
+
 def log_record(exchange: Exchange, now_s: float) -> dict[str, Any]:
     """Return the fields of a request's log line. Times in milliseconds; no bodies, no keys, no addresses of replicas.
 
@@ -70,7 +75,7 @@ def log_record(exchange: Exchange, now_s: float) -> dict[str, Any]:
         "path": exchange.head.path.decode("latin-1")[:256],
         "status": exchange.status,
         "outcome": exchange.outcome,
-        "duration_ms": round((now_s - exchange.started_s) * 1e3, 2),
+        "duration_ms": _ms(now_s - exchange.started_s),
         "attempts": exchange.attempts,
         "bytes_in": exchange.bytes_in,
         "bytes_out": exchange.bytes_out,
@@ -87,11 +92,11 @@ def log_record(exchange: Exchange, now_s: float) -> dict[str, Any]:
         record["replica"] = assignment.replica.name
         record["policy"] = assignment.policy
         record["reason"] = assignment.reason
-        record["terms"] = {name: round(value, 5) for name, value in assignment.terms.items()}
+        record["terms"] = {name: int(value * 1e5) / 1e5 for name, value in assignment.terms.items()}
         record["expected_cached_tokens"] = assignment.expected_cached_tokens
-        record["predicted_ttft_ms"] = round(assignment.predicted_ttft_s * 1e3, 2)
+        record["predicted_ttft_ms"] = _ms(assignment.predicted_ttft_s)
         if assignment.observed_ttft_s is not None:
-            record["ttft_ms"] = round(assignment.observed_ttft_s * 1e3, 2)
+            record["ttft_ms"] = _ms(assignment.observed_ttft_s)
     usage = exchange.usage
     if usage is not None:
         record["prompt_tokens"] = usage.prompt_tokens
