@@ -15,13 +15,14 @@ the middle of it can be replaced unseen; a stream is relayed from its first byte
 import logging
 import re
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import orjson
 
 from gateway.prompt.body import InvalidBody, RequestBody
 from gateway.proxy import errors, failures
-from gateway.proxy.errors import REASONS, GatewayError
+from gateway.proxy.answer import Answer, ClientSide
+from gateway.proxy.errors import GatewayError
 from gateway.proxy.failures import Action, Cause, Phase
 from gateway.proxy.heads import RequestHead, ResponseHead, replica_request_head
 from gateway.proxy.observe import StreamObserver, Usage, usage_in
@@ -66,40 +67,14 @@ class Outcome(StrEnum):
     """Answered by the gateway itself: models, health."""
 
 
-class ClientSide(Protocol):
-    """What an exchange needs of the client's connection."""
-
-    peer: str
-    """The client's address, for the log."""
-
-    def write(self, data: bytes) -> None:
-        """Send bytes."""
-
-    def finished(self, keep_alive: bool) -> None:
-        """The answer is complete."""
-
-    def abort(self, *, reset: bool) -> None:
-        """End the connection so that the answer cannot pass for complete.
-
-        Args:
-            reset: a mere close would look like a proper end (or nobody reads), so reset the connection.
-        """
-
-    def pause(self) -> None:
-        """Stop reading request bytes."""
-
-    def resume(self) -> None:
-        """Read request bytes again."""
-
-
 class Exchange:
     """One request from its head to its end."""
 
     __slots__ = (
+        "_answer",
         "_begun",
         "_body",
         "_body_bytes",
-        "_chunked",
         "_client",
         "_client_writable",
         "_connection",
@@ -119,7 +94,6 @@ class Exchange:
         "_resent",
         "_response",
         "_routed_s",
-        "_sent_head",
         "_tried",
         "_upload_blocked",
         "_upload_chunked",
@@ -128,7 +102,6 @@ class Exchange:
         "assignment",
         "attempts",
         "bytes_in",
-        "bytes_out",
         "error_code",
         "first_token_s",
         "head",
@@ -159,10 +132,10 @@ class Exchange:
         self.error_code: str | None = None
         self.usage: Usage | None = None
         self.bytes_in = 0
-        self.bytes_out = 0
         self.sent_s = 0.0
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
+        self._answer = Answer(client, head, self.request_id)
         self._handling: Handling | None = None
         self._begun = False
         self._ended = False
@@ -186,8 +159,6 @@ class Exchange:
         self._holding = False
         self._held: list[bytes] = []
         self._held_bytes = 0
-        self._sent_head = False
-        self._chunked = False
         self._client_writable = True
         self._paused_since_s = 0.0
         self._last_byte_s = self.started_s
@@ -208,6 +179,11 @@ class Exchange:
     def query(self) -> Query | None:
         """What the router was asked, for the log."""
         return self._query
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent to the client."""
+        return self._answer.bytes_out
 
     @property
     def streaming(self) -> bool:
@@ -323,8 +299,11 @@ class Exchange:
         self._body = []
         self._whole = body
         if handling is Handling.LOCAL:
-            status, payload = self._plane.answer_locally(self.head)
-            self._answer(status, payload, Outcome.LOCAL)
+            self.status, payload = self._plane.answer_locally(self.head)
+            keep_alive = self._keep_alive()
+            self._answer.json(self.status, payload, keep_alive)
+            self._close(Outcome.LOCAL)
+            self._client.finished(keep_alive)
             return
         parsed: RequestBody | None = None
         if handling is Handling.JSON:
@@ -499,14 +478,13 @@ class Exchange:
                 return
         if head.event_stream:
             self._observer = StreamObserver()
-            self._holding = False
-            self._write_head(None)
+            self._relay_head()
         else:
             limit = self._plane.limits.max_held_bytes
             known = head.content_length
             self._holding = known <= limit if known is not None else b"json" in head.content_type
             if not self._holding:
-                self._write_head(None)
+                self._relay_head()
         if not self._client_writable and self._connection is not None:
             self._connection.pause()
 
@@ -517,12 +495,11 @@ class Exchange:
             self._held.append(data)
             self._held_bytes += len(data)
             if self._held_bytes > self._plane.limits.max_held_bytes:
-                self._holding = False
-                self._write_head(None)
+                self._relay_head()
                 held, self._held = b"".join(self._held), []
-                self._relay(held)
+                self._answer.relay(held)
             return
-        self._relay(data)
+        self._answer.relay(data)
         observer = self._observer
         if observer is not None:
             assignment = self.assignment
@@ -545,11 +522,10 @@ class Exchange:
         if self._holding:
             body = self._held[0] if len(self._held) == 1 else b"".join(self._held)
             self._held = []
-            self._write_head(len(body), body)
+            self._answer.relay_whole(head, body, self._keep_alive(), self._begin_answer())
             self.usage = usage_in(body) if head.status < 300 else None
         else:
-            if self._chunked:
-                self._send(b"0\r\n\r\n")
+            self._answer.end()
             if observer is not None:
                 self.usage = usage_in(tail)
         status = head.status
@@ -570,7 +546,7 @@ class Exchange:
             verdict = failures.TABLE[Phase.HELD, cause].verdict if cause is not None else Verdict.CLIENT_ERROR
         self._detach(verdict, keep_prefix=status < 400)
         self._close(outcome)
-        self._client.finished(self._keep_alive() and not self._close_delimited())
+        self._client.finished(self._keep_alive() and not self._answer.until_close)
 
     def _cut_short(self, head: ResponseHead) -> bool:
         """Say whether a body that ends with its connection ended before its time: a replica that died."""
@@ -625,12 +601,12 @@ class Exchange:
             return
         self._detach(Verdict.CANCELLED, keep_prefix=False)
         self.error_code = errors.INTERNAL.code
-        if self._sent_head:
+        if self._answer.begun:
             self._close(Outcome.BROKEN)
             self._client.abort(reset=True)
             return
         self.status = errors.INTERNAL.status
-        self._respond(errors.INTERNAL)
+        self._answer.error(errors.INTERNAL, keep_alive=False)
         self._close(Outcome.FAILED)
         self._client.finished(False)
 
@@ -664,9 +640,10 @@ class Exchange:
             return
         self._held = []
         self.status = error.status
-        self._respond(error)
+        keep_alive = self._keep_alive()
+        self._answer.error(error, keep_alive)
         self._close(Outcome.FAILED if self.attempts and error.status >= 500 else Outcome.REFUSED)
-        self._client.finished(self._keep_alive())
+        self._client.finished(keep_alive)
 
     def _hung(self) -> bool:
         """Say whether the replica has shown no sign of life since it got this stream, for too long; see `failures`."""
@@ -712,7 +689,7 @@ class Exchange:
 
     def _replayable(self) -> bool:
         """Nothing has been sent that cannot be sent again, and nothing of an answer has reached the client."""
-        return not self._sent_head and not self._upload_started
+        return not self._answer.begun and not self._upload_started
 
     def _detach(self, verdict: Verdict, *, keep_prefix: bool) -> None:
         """Leave the replica, or the queue: release what was charged, and end the connection if one is in use."""
@@ -745,12 +722,12 @@ class Exchange:
             # Where a length was promised, or the events are compressed, a plain event would be damage, not news.
             and head.content_length is None
             and not head.encoded
-            and not self._bodiless()
+            and not head.bodiless(self.method)
         ):
             event = error.event()
-            self._relay(event if observer.at_event_boundary() else b"\n\n" + event)
+            self._answer.relay(event if observer.at_event_boundary() else b"\n\n" + event)
         self._close(Outcome.BROKEN)
-        self._client.abort(reset=self._close_delimited())
+        self._client.abort(reset=self._answer.until_close)
 
     # -- answers
 
@@ -758,107 +735,28 @@ class Exchange:
         """Answer with an error before any replica has been asked for."""
         self.status = error.status
         self.error_code = error.code
-        self._respond(error)
+        keep_alive = self._keep_alive() and not error.close
+        self._answer.error(error, keep_alive)
         self._close(Outcome.REFUSED)
-        self._client.finished(self._keep_alive() and not error.close)
-
-    def _respond(self, error: GatewayError) -> None:
-        extra = b"retry-after: %d\r\n" % error.retry_after_s if error.retry_after_s is not None else b""
-        if error.status == 401:
-            extra += b'www-authenticate: Bearer realm="warmgate"\r\n'
-        keep = self._keep_alive() and not error.close
-        self._send_whole(error.status, error.body(), extra, keep)
-
-    def _answer(self, status: int, payload: bytes, outcome: Outcome) -> None:
-        self.status = status
-        self._send_whole(status, payload, b"", self._keep_alive())
-        self._close(outcome)
-        self._client.finished(self._keep_alive())
-
-    def _send_whole(self, status: int, payload: bytes, extra: bytes, keep_alive: bool) -> None:
-        head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bx-request-id: %b\r\n%b\r\n"
-        self._sent_head = True
-        self._send(
-            head
-            % (
-                status,
-                REASONS.get(status, b"Error"),
-                len(payload),
-                extra,
-                self.request_id,
-                self._connection_header(keep_alive),
-            )
-            + (b"" if self.method == b"HEAD" else payload)
-        )
+        self._client.finished(keep_alive)
 
     def _keep_alive(self) -> bool:
         """A request that was not read to its end leaves its bytes on the connection, which cannot be used again."""
         return self.head.keep_alive and self._request_complete and not self._plane.draining
 
-    def _connection_header(self, keep_alive: bool) -> bytes:
-        if not keep_alive:
-            return b"connection: close\r\n"
-        return b"connection: keep-alive\r\n" if self.head.version_1_0 else b""
+    def _relay_head(self) -> None:
+        """Pass on the response's head; no other replica can answer from here on."""
+        response = self._response
+        assert response is not None
+        self._holding = False
+        self._answer.relay_head(response, self._keep_alive(), self._begin_answer())
 
-    def _bodiless(self) -> bool:
-        return self._response is None or self._response.bodiless(self.method)
-
-    def _close_delimited(self) -> bool:
-        """RFC 9112 section 6.3 point 8: an HTTP/1.0 client cannot read chunks, so the end of the body is the close."""
-        head = self._response
-        return (
-            head is not None
-            and not self._holding
-            and head.content_length is None
-            and not self._chunked
-            and not self._bodiless()
-        )
-
-    def _write_head(self, body_bytes: int | None, body: bytes = b"") -> None:
-        """Send the response head, and with it a whole body if there is one.
-
-        Args:
-            body_bytes: length of the body when all of it is at hand; None to frame as the replica did.
-            body: the body to send along.
-        """
-        head = self._response
-        assert head is not None
-        length = head.content_length if body_bytes is None or self._bodiless() else body_bytes
-        self._chunked = length is None and not self._bodiless() and not self.head.version_1_0
-        if length is not None and head.status != 204:
-            framing = b"content-length: %d\r\n" % length
-        elif self._chunked:
-            framing = b"transfer-encoding: chunked\r\n"
-        else:
-            framing = b""
-        keep = self._keep_alive() and not (length is None and not self._chunked and not self._bodiless())
-        extra = self._plane.response_headers(self.assignment) if self.assignment is not None else b""
-        self._sent_head = True
+    def _begin_answer(self) -> bytes:
+        """Enter the phase in which bytes have been sent; return what the gateway says of itself in the head."""
         self.phase = Phase.STREAMING
         # No retry from here on: half a megabyte of prompt need not live as long as its stream.
         self._whole = b""
-        self._send(
-            b"HTTP/1.1 %d %b\r\n%b%bx-request-id: %b\r\n%b%b\r\n%b"
-            % (
-                head.status,
-                head.reason,
-                head.passed,
-                framing,
-                self.request_id,
-                extra,
-                self._connection_header(keep),
-                body if not self._bodiless() else b"",
-            )
-        )
-
-    def _relay(self, data: bytes) -> None:
-        if self._chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        self._send(data)
-
-    def _send(self, data: bytes) -> None:
-        self.bytes_out += len(data)
-        self._client.write(data)
+        return self._plane.response_headers(self.assignment) if self.assignment is not None else b""
 
     def _close(self, outcome: Outcome) -> None:
         if self._ended:
