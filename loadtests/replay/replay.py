@@ -11,24 +11,23 @@ Theory of operation
   an answer that has not begun, by the same limits.
 """
 
-import heapq
-import math
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.proxy.failures import TABLE, Cause, Phase
 from gateway.replicas.breaker import Outcome
-from gateway.replicas.scrape import STALE_AFTER_INTERVALS
 from gateway.routing.assignment import Assignment
 from gateway.routing.refusals import NoReplica
 from loadtests.engine import EngineRequest, StepResult
+from loadtests.replay.arrivals import Arrivals, StageSpan
 from loadtests.replay.engines import SimulatedReplica
-from loadtests.replay.events import ARRIVAL, REPORT, Events
+from loadtests.replay.events import REPORT, Events
 from loadtests.replay.kv_events import EventFeed
 from loadtests.replay.record import RequestRecord, TokenGaps
 from loadtests.replay.settings import ReplaySettings
+from loadtests.replay.watch import Watch
 from loadtests.replay.wiring import GatewayParts, body_of, wire
 from loadtests.workloads.prompt import Part
 from loadtests.workloads.types import Load, Session, Turn
@@ -38,14 +37,6 @@ NO_REPLICA = "no_replica"
 
 _REFUSED = TABLE[Phase.CONNECTING, Cause.REFUSED].verdict
 _CUT = TABLE[Phase.WAITING, Cause.RESET].verdict
-
-
-@dataclass(slots=True)
-class StageSpan:
-    """When a stage began, and when its last answer ended."""
-
-    started_s: float
-    ended_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +81,15 @@ class Replay:
         self._gateway: GatewayParts = wire(settings, policy, self._events)
         self._router = self._gateway.router
         self._label = policy.name if label is None else label
+        self._arrivals = Arrivals(load, settings.speed, self._events, self._arrive)
         self._replicas = [
-            SimulatedReplica(slot, model, self._events, self._quiet_until, settings.kv_events)
+            SimulatedReplica(slot, model, self._events, self._arrivals.quiet_until, settings.kv_events)
             for slot, model in enumerate(settings.replicas)
         ]
         for replica in self._replicas:
             replica.on_step_end = self._step_ended
             replica.on_tokens = self._tokens_emitted
+        self._watch = Watch(self._gateway.fleet, self._replicas, settings, self._events, lambda: self._arrivals.done)
         self._feeds = [
             EventFeed(
                 self._router.index,
@@ -112,103 +105,37 @@ class Replay:
         self._records: list[RequestRecord] = []
         self._gaps = TokenGaps()
         self._decisions_s = array("d")
-        self._stage = -1
-        self._spans: list[StageSpan] = []
-        self._sessions: Iterator[Session] = iter(())
-        self._open_sessions = 0
-        self._arriving = False
-        self._done = False
-        self._pending_s: list[float] = []
-        """Times of arrivals and incidents to come, as a heap."""
-        self._least_think_s = math.inf
         self._requests = 0
 
     def run(self) -> ReplayResult:
         """Replay the whole load."""
-        events, settings = self._events, self._settings
-        for replica in self._replicas:
-            self._scrape(replica)
-        if settings.scrape_interval_s > 0:
-            for replica in self._replicas:
-                # Spread over the interval, as the live scraper spreads its requests.
-                phase_s = settings.scrape_interval_s * (replica.slot + 1) / len(self._replicas)
-                events.at(phase_s, REPORT, self._scrape_turn, replica)
-        for incident in settings.incidents:
-            heapq.heappush(self._pending_s, incident.at_s)
+        self._watch.start()
+        for incident in self._settings.incidents:
+            # What a dying replica leaves behind is sent again at that moment.
+            self._arrivals.expect(incident.at_s)
             call = self._start_replica if incident.starts else self._end_replica
-            events.at(incident.at_s, REPORT, self._incident, call, self._replicas[incident.slot])
-        self._next_stage()
-        events.run()
+            self._events.at(incident.at_s, REPORT, self._incident, call, self._replicas[incident.slot])
+        self._arrivals.start()
+        self._events.run()
         return ReplayResult(
             self._load,
             self._label,
             self._settings,
             self._records,
             self._gaps,
-            self._spans,
+            self._arrivals.spans,
             self._replicas,
             self._decisions_s,
         )
 
-    # -- stages and sessions
-
-    def _next_stage(self) -> None:
-        self._stage += 1
-        if self._stage >= len(self._load.stages):
-            self._done = True
-            return
-        stage = self._load.stages[self._stage]
-        now_s = self._events.now_s
-        self._spans.append(StageSpan(now_s, now_s))
-        thinks_s = [turn.think_s for session in stage.sessions for turn in session.turns[1:]]
-        self._least_think_s = min(thinks_s, default=math.inf)
-        self._sessions = iter(stage.sessions)
-        self._arriving = True
-        self._next_session()
-
-    def _next_session(self) -> None:
-        session = next(self._sessions, None)
-        if session is None:
-            self._arriving = False
-            self._maybe_drained()
-            return
-        self._expect(self._spans[-1].started_s + session.arrival_s / self._settings.speed, session, 0)
-
-    def _expect(self, at_s: float, session: Session, turn_number: int) -> None:
-        heapq.heappush(self._pending_s, at_s)
-        self._events.at(at_s, ARRIVAL, self._arrive, session, turn_number)
-
-    def _maybe_drained(self) -> None:
-        if self._arriving or self._open_sessions:
-            return
-        now_s = self._events.now_s
-        span = self._spans[-1]
-        span.ended_s = now_s
-        least_s = self._load.stages[self._stage].duration_s / self._settings.speed
-        self._events.at(max(now_s, span.started_s + least_s), REPORT, self._next_stage)
-
-    def _session_ended(self) -> None:
-        self._open_sessions -= 1
-        self._maybe_drained()
-
-    def _quiet_until(self) -> float:
-        """Until when no request can reach any replica."""
-        now_s = self._events.now_s
-        quiet_s = now_s + self._least_think_s
-        return min(quiet_s, self._pending_s[0]) if self._pending_s else quiet_s
-
     # -- a request
 
     def _arrive(self, session: Session, turn_number: int) -> None:
-        heapq.heappop(self._pending_s)
-        if turn_number == 0:
-            self._open_sessions += 1
-            self._next_session()
         turn = session.turns[turn_number]
         key = self._gateway.keys.key(turn.prompt)
         max_tokens = turn.output_tokens if self._settings.announce_output else None
         query = self._router.query(body_of(key, session.key, max_tokens), {})
-        record = RequestRecord(session, turn_number, self._stage, self._events.now_s, query)
+        record = RequestRecord(session, turn_number, self._arrivals.stage, self._events.now_s, query)
         self._records.append(record)
         self._gateway.retry_budget.deposit()
         assignment = self._assign(record)
@@ -281,11 +208,7 @@ class Replay:
         record.ended_s = now_s
         record.error = error
         self._on_end(record)
-        following = record.turn_number + 1
-        if error is not None or following == len(record.session.turns):
-            self._session_ended()
-        else:
-            self._expect(now_s + record.session.turns[following].think_s, record.session, following)
+        self._arrivals.turn_ended(record.session, record.turn_number, goes_on=error is None)
 
     # -- news of the engines
 
@@ -303,7 +226,7 @@ class Replay:
     def _step_ended(self, replica: SimulatedReplica, result: StepResult, began_s: float) -> None:
         now_s = self._events.now_s
         in_engines = self._in_engines
-        if not self._load.stages[self._stage].warm_up:
+        if not self._load.stages[self._arrivals.stage].warm_up:
             gaps = self._gaps
             if result.decodes:
                 gaps.add(result.duration_s / result.steps, result.decodes * result.steps)
@@ -352,7 +275,7 @@ class Replay:
     # -- replicas come and go
 
     def _incident(self, call: Callable[[SimulatedReplica], None], replica: SimulatedReplica) -> None:
-        heapq.heappop(self._pending_s)
+        self._arrivals.happened()
         call(replica)
 
     def _end_replica(self, replica: SimulatedReplica) -> None:
@@ -367,49 +290,10 @@ class Replay:
             self._gaps.ended(request)
         for _, record in lost:
             self._lost(record, _CUT)
-        noticed_s = self._next_probe_s() + (self._settings.health_fall - 1) * self._settings.health_interval_s
-        self._events.at(noticed_s, REPORT, self._probe_refused, replica)
+        self._watch.died(replica)
 
     def _start_replica(self, replica: SimulatedReplica) -> None:
         if replica.alive:
             self._end_replica(replica)
         replica.start()
-        self._events.at(self._next_probe_s(), REPORT, self._probe_answered, replica)
-
-    def _next_probe_s(self) -> float:
-        interval_s = self._settings.health_interval_s
-        return (math.floor(self._events.now_s / interval_s) + 1) * interval_s
-
-    def _probe_refused(self, replica: SimulatedReplica) -> None:
-        if not replica.alive:
-            known = self._gateway.fleet.by_slot[replica.slot]
-            assert known is not None
-            self._gateway.fleet.set_up(known, False)
-
-    def _probe_answered(self, replica: SimulatedReplica) -> None:
-        known = self._gateway.fleet.by_slot[replica.slot]
-        assert known is not None
-        if replica.alive and not known.up:
-            self._gateway.fleet.set_up(known, True)
-            self._scrape(replica)
-
-    def _scrape_turn(self, replica: SimulatedReplica) -> None:
-        if self._done:
-            return
-        known = self._gateway.fleet.by_slot[replica.slot]
-        assert known is not None
-        if known.up:
-            self._scrape(replica)
-        self._events.at(self._events.now_s + self._settings.scrape_interval_s, REPORT, self._scrape_turn, replica)
-
-    def _scrape(self, replica: SimulatedReplica) -> None:
-        fleet = self._gateway.fleet
-        known = fleet.by_slot[replica.slot]
-        assert known is not None
-        if replica.alive:
-            fleet.set_scraped(known, replica.metrics())
-            return
-        scraped_at_s = known.kv.scraped_at_s
-        limit_s = STALE_AFTER_INTERVALS * self._settings.scrape_interval_s
-        if scraped_at_s is not None and self._events.now_s - scraped_at_s > limit_s:
-            fleet.set_scraped(known, known.kv.aged())
+        self._watch.started(replica)
