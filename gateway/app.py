@@ -293,17 +293,26 @@ class Gateway:
     def _change_replicas(self, changes: ReplicaChanges) -> None:
         fleet = self.fleet
         by_url = {replica.base_url: replica for replica in fleet.replicas.values()}
+        removed = {}
         for url in changes.removed:
             replica = by_url.pop(url, None)
             if replica is not None:
+                removed[url] = replica
                 fleet.remove(replica.name)
                 logger.info("%s is removed", replica.name)
         for url, spec in changes.adjusted:
             if url in by_url:
                 fleet.reconfigure(by_url[url], spec)
         for spec in changes.added:
-            if base_url(spec) not in by_url:
-                logger.info("%s is added", fleet.add(spec).name)
+            if base_url(spec) in by_url:
+                continue
+            added = fleet.add(spec)
+            logger.info("%s is added", added.name)
+            before = removed.get(base_url(spec))
+            if before is not None and before.up:
+                # The same process under another name or role: it need not be out of service until its first probe.
+                fleet.set_served(added, before.listing.objects.values())
+                fleet.set_up(added, True)
 
     async def stop(self) -> None:
         """Drain, then close everything."""

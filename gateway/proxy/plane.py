@@ -333,12 +333,12 @@ class DataPlane:
             self.tally.forget_replica(replica.name)
             for key in [key for key in self._header_prefixes if key[0] == replica.name]:
                 del self._header_prefixes[key]
-            return
-        self.queue.room_may_be()
-        if change in (Change.RESTARTED, Change.DOWN):
+        elif change in (Change.RESTARTED, Change.DOWN):
             pool = self._pools.get(replica)
             if pool is not None:
                 pool.close_idle()
+        # Somewhere may be room now, or none at all any more, which those who wait must be told.
+        self.queue.room_may_be()
 
     # -- keys and identities
 

@@ -30,7 +30,7 @@ _OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EN
 
 _MAX_HEADERS = 1000
 """Of a response. A replica that never comes to the end of its head must not fill the memory."""
-_DEAD_AFTER_S = 30
+_DEAD_AFTER_S = 60
 # A machine that lost power or network sends no FIN and no RST, and a stream may be silent for minutes. The kernel can
 # tell the difference: it probes an idle connection, and bounds how long bytes may stay unacknowledged.
 _LIVENESS = tuple(
