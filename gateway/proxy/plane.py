@@ -317,13 +317,16 @@ class DataPlane:
         """Return the connections to a replica."""
         pool = self._pools.get(replica)
         if pool is None:
-            pool = ReplicaPool(replica, self.limits, self._replica_tls if replica.tls else None, self.now)
+            pool = self._new_pool(replica)
             if self.router.fleet.has(replica):
                 self._pools[replica] = pool
             else:
                 # A last attempt on a replica removed meanwhile; nothing of it is kept.
                 pool.close()
         return pool
+
+    def _new_pool(self, replica: Replica) -> ReplicaPool:
+        return ReplicaPool(replica, self.limits, self._replica_tls if replica.tls else None, self.now)
 
     def _changed(self, change: Change, replica: Replica) -> None:
         if change is Change.REMOVED:

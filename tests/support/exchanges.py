@@ -427,13 +427,8 @@ class _Timer:
 
 
 class _BenchPlane(DataPlane):
-    def pool(self, replica: Replica) -> ReplicaPool:
-        pool = self._pools.get(replica)
-        if pool is None:
-            pool = FakePool(replica, self.limits, self.now)
-            if self.router.fleet.has(replica):
-                self._pools[replica] = pool
-        return pool
+    def _new_pool(self, replica: Replica) -> ReplicaPool:
+        return FakePool(replica, self.limits, self.now)
 
 
 OK_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 12\r\n\r\n" + b'{"answer":1}'
