@@ -281,10 +281,10 @@ async def test_what_is_over_the_cap_waits_in_the_queue_and_is_served_in_order(st
                 return response.status
 
         tasks = []
+        queue = gateway.gateway.plane.queue
         for number in range(20):
             tasks.append(asyncio.create_task(ask(number)))
             # In the queue, or with the replica, before the next one comes.
-            queue = gateway.gateway.plane.queue
             await eventually(lambda sent=number + 1: queue.waiting + len(served) >= sent)  # type: ignore[misc]
         assert set(await asyncio.gather(*tasks)) == {200}
         assert served == sorted(served, key=int)
