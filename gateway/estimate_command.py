@@ -49,9 +49,7 @@ def _parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramet
 )
 @click.option("--prompt", "prompt_tokens", type=click.IntRange(min=1), required=True, help="Prompt tokens.")
 @click.option("--output", "output_tokens", type=click.IntRange(min=1), required=True, help="Output tokens.")
-@click.option(
-    "--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences decoding together."
-)
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences decoding together.")
 @click.option(
     "--cached",
     "cached_tokens",
@@ -60,9 +58,7 @@ def _parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramet
     show_default=True,
     help="Cached prompt tokens.",
 )
-@click.option(
-    "--tensor-parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Cards per replica."
-)
+@click.option("--tensor-parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Cards per replica.")
 @click.option(
     "--chunk",
     "chunk_tokens",
@@ -147,9 +143,7 @@ def print_tables(figures: Estimate, console: Console) -> None:
 
 
 def _latency_table(figures: Estimate) -> Table:
-    cards = (
-        f"{figures.tensor_parallel} x {figures.hardware}" if figures.tensor_parallel > 1 else figures.hardware
-    )
+    cards = f"{figures.tensor_parallel} x {figures.hardware}" if figures.tensor_parallel > 1 else figures.hardware
     table = _table(
         f"{escape(figures.model)} on {escape(cards)}: {figures.prompt_tokens} prompt tokens "
         f"({figures.cached_tokens} cached), {figures.output_tokens} output tokens, batch {figures.batch}",
@@ -165,12 +159,8 @@ def _latency_table(figures: Estimate) -> Table:
         seconds(figures.ttft_s),
         f"empty queue, batch of {figures.batch} decoding, chunks of {figures.ttft_chunk_tokens}",
     )
-    table.add_row(
-        "TPOT", seconds(figures.tpot_s), f"{figures.output_tokens_per_s_per_stream:.1f} token/s per stream"
-    )
-    table.add_row(
-        "end to end", seconds(figures.end_to_end_s), f"{figures.output_tokens_per_s:,.0f} token/s in all"
-    )
+    table.add_row("TPOT", seconds(figures.tpot_s), f"{figures.output_tokens_per_s_per_stream:.1f} token/s per stream")
+    table.add_row("end to end", seconds(figures.end_to_end_s), f"{figures.output_tokens_per_s:,.0f} token/s in all")
     return table
 
 
@@ -250,9 +240,7 @@ def _transfer_table(figures: Estimate) -> Table:
         "of its prefill",
     )
     for row in figures.transfer:
-        table.add_row(
-            row.link, f"{row.bytes_per_s / 1e9:g}", seconds(row.transfer_s), f"{row.share_of_prefill:.1%}"
-        )
+        table.add_row(row.link, f"{row.bytes_per_s / 1e9:g}", seconds(row.transfer_s), f"{row.share_of_prefill:.1%}")
     return table
 
 

@@ -97,9 +97,7 @@ def test_given_chunks_replace_the_list_and_set_ttft() -> None:
 def test_cached_tokens_are_not_computed_but_attended_to() -> None:
     cold, warm = run_json(), run_json(cached="6000")
     assert warm["prefill_linear_s"] == pytest.approx(cold["prefill_linear_s"] / 4)
-    assert warm["prefill_attention_s"] == pytest.approx(
-        cold["prefill_attention_s"] * (2000 * 7000) / (8000 * 4000)
-    )
+    assert warm["prefill_attention_s"] == pytest.approx(cold["prefill_attention_s"] * (2000 * 7000) / (8000 * 4000))
     assert warm["ttft_s"] < cold["ttft_s"]
     assert warm["tpot_s"] == cold["tpot_s"]
     assert warm["whole_prompt_prefill_s"] == cold["prefill_s"]

@@ -49,12 +49,8 @@ COMPUTED: dict[str, Callable[[], float]] = {
     "decode_step_weights_only": lambda: COST.decode_step_s(1, 0) * 1e3,
     "decode_tokens_per_s_batch_1_history_2000_ideal_bandwidth": lambda: tokens_per_s_per_user(1),
     "decode_tokens_per_s_per_user_batch_200_history_2000_ideal_bandwidth": lambda: tokens_per_s_per_user(200),
-    "decode_throughput_gain_batch_200_over_1": lambda: (
-        200 * tokens_per_s_per_user(200) / tokens_per_s_per_user(1)
-    ),
-    "decode_intensity_batch_200_history_2000": lambda: roofline.decode_intensity_flop_per_byte(
-        MODEL, 200, 2000
-    ),
+    "decode_throughput_gain_batch_200_over_1": lambda: 200 * tokens_per_s_per_user(200) / tokens_per_s_per_user(1),
+    "decode_intensity_batch_200_history_2000": lambda: roofline.decode_intensity_flop_per_byte(MODEL, 200, 2000),
     "kv_memory_left_after_weights_at_90_percent": lambda: roofline.kv_capacity_bytes(H100, MODEL),
     "max_sequences_of_2000_tokens": lambda: roofline.kv_capacity_tokens(H100, MODEL) // 2000,
     "prefill_8000_tokens_linear_flop": lambda: roofline.linear_flops(MODEL, 8000),

@@ -104,9 +104,7 @@ STARCODER2_3B = {
         pytest.param(STARCODER2_3B, 3.03e9, 3.03e9, id="starcoder2-3b"),
     ],
 )
-def test_counted_parameters_are_the_published_ones(
-    config: dict[str, Any], total: float, active: float
-) -> None:
+def test_counted_parameters_are_the_published_ones(config: dict[str, Any], total: float, active: float) -> None:
     shape = from_hf_config(config, "m")
     assert shape.parameters == pytest.approx(total, rel=0.02)
     assert shape.active_parameters == pytest.approx(active, rel=0.02)
@@ -153,9 +151,7 @@ def test_fp8_kv_halves_it() -> None:
         ({}, 16),
     ],
 )
-def test_quantised_weights_leave_embeddings_at_16_bit(
-    quantization: dict[str, Any], linear_bits: float
-) -> None:
+def test_quantised_weights_leave_embeddings_at_16_bit(quantization: dict[str, Any], linear_bits: float) -> None:
     shape = from_hf_config({**LLAMA_8B, "quantization_config": quantization}, "m")
     embeddings = 2 * 128256 * 4096
     assert shape.weight_bytes == pytest.approx(
@@ -223,9 +219,7 @@ def test_weights_read_grow_with_the_tokens_of_a_step() -> None:
     assert shape.weight_bytes_read(1) == pytest.approx(shape.active_parameters * 2)
     # Two tokens hit 1 - (3/4)^2 of the experts: 3.5 of 8 on average.
     expert_bytes = shape.expert_parameters * 2
-    assert shape.weight_bytes_read(2) == pytest.approx(
-        shape.weight_bytes - expert_bytes + expert_bytes * 3.5 / 8
-    )
+    assert shape.weight_bytes_read(2) == pytest.approx(shape.weight_bytes - expert_bytes + expert_bytes * 3.5 / 8)
     assert shape.weight_bytes_read(1000) == pytest.approx(shape.weight_bytes)
 
 

@@ -42,12 +42,8 @@ batches = st.integers(1, 512)
 
 @settings(deadline=None)
 @given(costs, st.integers(1, 50_000), token_counts, st.integers(50, 10_000))
-def test_chunks_cost_at_least_the_linear_part_of_the_whole(
-    cost: StepCost, new: int, cached: int, chunk: int
-) -> None:
-    chunked = math.fsum(
-        cost.prefill_s(min(chunk, new - start), cached + start) for start in range(0, new, chunk)
-    )
+def test_chunks_cost_at_least_the_linear_part_of_the_whole(cost: StepCost, new: int, cached: int, chunk: int) -> None:
+    chunked = math.fsum(cost.prefill_s(min(chunk, new - start), cached + start) for start in range(0, new, chunk))
     assert chunked >= new * cost.prefill_s_per_token * (1 - 1e-12)
     assert chunked >= cost.prefill_s(new, cached) * (1 - 1e-12)
 
@@ -82,9 +78,7 @@ def test_more_decodes_or_more_history_never_take_less(cost: StepCost, batch: int
 
 @settings(deadline=None)
 @given(costs, token_counts, token_counts, batches, token_counts)
-def test_serial_accounting_bounds_the_fused_one(
-    cost: StepCost, chunk: int, cached: int, batch: int, kv: int
-) -> None:
+def test_serial_accounting_bounds_the_fused_one(cost: StepCost, chunk: int, cached: int, batch: int, kv: int) -> None:
     fused = cost.step_s(chunk + batch, attention_pairs(chunk, cached), kv)
     serial = cost.mixed_step_s(chunk, cached, batch, kv)
     assert cost.decode_step_s(batch, kv) <= fused <= serial * (1 + 1e-12)
@@ -119,12 +113,8 @@ def test_tensor_parallelism_divides_every_part(
 def test_kv_heads_fewer_than_cards_are_held_more_than_once() -> None:
     two_heads = replace(LLAMA, kv_heads=2)
     assert [kv_copies(two_heads, degree) for degree in (1, 2, 4, 8)] == [1, 1, 2, 4]
-    assert step_cost(H100, two_heads, 8).kv_s_per_token == pytest.approx(
-        step_cost(H100, two_heads, 2).kv_s_per_token
-    )
-    assert step_cost(H100, two_heads, 8).weights_s == pytest.approx(
-        step_cost(H100, two_heads, 2).weights_s / 4
-    )
+    assert step_cost(H100, two_heads, 8).kv_s_per_token == pytest.approx(step_cost(H100, two_heads, 2).kv_s_per_token)
+    assert step_cost(H100, two_heads, 8).weights_s == pytest.approx(step_cost(H100, two_heads, 2).weights_s / 4)
     # Each card holds one head: its own memory decides, whatever the number of cards.
     of_a_head = two_heads.kv_bytes_per_token / 2
     assert kv_capacity_tokens(H100, two_heads, 8) == int((72e9 - two_heads.weight_bytes / 8) / of_a_head)
@@ -170,9 +160,7 @@ def test_experts_are_read_as_the_batch_hits_them() -> None:
 
 
 def test_intensity_of_a_mixture_counts_active_flops_and_bytes_read() -> None:
-    assert decode_intensity_flop_per_byte(MIXTURE, 1, 0) == pytest.approx(
-        2 * 12.9e9 / MIXTURE.weight_bytes_read(1)
-    )
+    assert decode_intensity_flop_per_byte(MIXTURE, 1, 0) == pytest.approx(2 * 12.9e9 / MIXTURE.weight_bytes_read(1))
     assert prefill_intensity_flop_per_byte(MIXTURE, 1000) == pytest.approx(1000 * 12.9 / 46.7)
 
 
