@@ -18,9 +18,9 @@ CHAT_PATH = "/v1/chat/completions"
 STREAM = json.dumps({**CHAT, "stream": True}).encode()
 WHOLE = json.dumps(CHAT).encode()
 
-AT_ONCE_S = 1.0
-"""The replica must see it within 100 ms, and does; tests run on busy machines. That no timer of the gateway takes part
-in it, which would be the way to be late, is made sure of by stopping the timer."""
+AT_ONCE_S = 5.0
+"""The replica must see it within 100 ms, and does within one; tests run on busy machines. That no timer of the gateway
+takes part in it, which would be the way to be late, is made sure of by stopping the timer."""
 
 
 async def for_ever(call: Call) -> None:
@@ -124,9 +124,10 @@ async def test_the_replica_is_freed_at_once(
                 LEAVING[way](client)
                 await replica.until(lambda seen=round_: replica.aborted_seen == seen, AT_ONCE_S)  # type: ignore[misc]
         await until_nothing_is_left(gateway, replica)
-        lines = gateway.log_lines()
-        assert [line["outcome"] for line in lines] == ["cancelled"] * 3
-        assert gateway.gateway.tally.requests["replica-1", "predicted_ttft", "cancelled", lines[0]["status"]] == 3
+        assert [line["outcome"] for line in gateway.log_lines()] == ["cancelled"] * 3
+        counted = gateway.gateway.tally.requests
+        assert {labels[:3] for labels in counted} == {("replica-1", "predicted_ttft", "cancelled")}
+        assert sum(counted.values()) == 3
 
 
 ENDPOINTS: dict[str, bytes] = {
