@@ -166,6 +166,11 @@ class Fleet:
         slots = self._routes.get(model)
         return self._compute_route(model) if slots is None else slots
 
+    def up_slots(self, model: str | None) -> tuple[int, ...]:
+        """Slots as `route_slots`, but with the ejected ones in any case: the last resort of a retry."""
+        members = self._members(model, prefill=False)
+        return tuple(replica.slot for replica in members if replica.up and not replica.draining)
+
     def prefill_slots(self, model: str | None) -> Sequence[int]:
         """Slots of the routable prefill replicas that serve a model, ascending; empty when there is none."""
         slots = self._prefill_routes.get(model)
@@ -313,9 +318,7 @@ class Fleet:
             return ()
         members = self._members(model, prefill=False)
         slots = tuple(replica.slot for replica in members if replica.routable)
-        if not slots:
-            slots = tuple(replica.slot for replica in members if replica.up and not replica.draining)
-        self._routes[model] = slots
+        self._routes[model] = slots = slots or self.up_slots(model)
         return slots
 
     def _listings_changed(self) -> None:

@@ -165,7 +165,9 @@ class Router:
         fleet = self.fleet
         slots = fleet.route_slots(query.model)
         if tried:
-            slots = [slot for slot in slots if slot not in tried]
+            # A replica that has been ejected may fail once more; without it the request must.
+            untried = [slot for slot in slots if slot not in tried]
+            slots = untried or [slot for slot in fleet.up_slots(query.model) if slot not in tried]
         if not slots:
             raise NoReplica
         slots = self.room.among(slots, now_s)

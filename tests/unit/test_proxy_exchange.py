@@ -12,6 +12,7 @@ from support.exchanges import (
     TOKEN,
     Bench,
     FakeClient,
+    Peer,
     chunk,
     status_json,
 )
@@ -19,6 +20,7 @@ from support.exchanges import (
 from gateway.proxy.exchange import Outcome
 from gateway.proxy.failures import Cause
 from gateway.proxy.retry_budget import RetryBudget
+from gateway.replicas.breaker import BreakerSettings
 from gateway.replicas.breaker import Outcome as Verdict
 from gateway.routing.assignment import Assignment
 from policies.types import Candidates, Choice, Column, Request
@@ -402,6 +404,24 @@ def test_a_policy_that_raises_at_a_retry_leaves_the_first_failure(caplog: pytest
     bench.connect().lose(ConnectionResetError())
     assert client.answer().status == 502
     assert "ZeroDivisionError" in caplog.text
+    bench.assert_idle()
+
+
+def test_a_retry_goes_to_an_ejected_replica_rather_than_nowhere() -> None:
+    bench = Bench(breaker=BreakerSettings(consecutive_failures=1))
+    _, client = bench.request()
+    bench.connect(1).lose(ConnectionResetError())
+    bench.connect(2).send(OK_JSON)
+    assert client.answer().status == 200
+    assert not bench.fleet.replicas["replica-1"].routable
+    # Now the other one fails, and the first, out of routing or not, is all there is.
+    _, client = bench.request()
+    Peer(bench.pool(2).connections[-1]).lose(ConnectionResetError())
+    bench.connect(2).lose(ConnectionResetError())
+    bench.connect(1).send(OK_JSON)
+    assert client.answer().status == 200
+    # It has shown that it works.
+    assert bench.fleet.replicas["replica-1"].routable
     bench.assert_idle()
 
 
