@@ -115,7 +115,8 @@ async def test_requests_under_way_survive_a_restart_of_another_replica(stub: Mak
         await answer(call)
 
     steady.script = restarted.script = slowly
-    async with running_gateway([steady, restarted], {**QUICK, "routing": {"policy": "round_robin"}}) as gateway:
+    options = {**QUICK, "routing": {"policy": "round_robin"}, "breaker": {"base_ejection_s": 0.1}}
+    async with running_gateway([steady, restarted], options) as gateway:
         stop = asyncio.Event()
         statuses: list[int] = []
 
