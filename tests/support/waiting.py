@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 
-async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], object], within_s: float = 20.0) -> None:
     """Wait until a condition holds that no event announces.
 
     Raises:
