@@ -39,6 +39,7 @@ class Churn:
         self._names: dict[int, str] = {}
         self.restarts = 0
         self.exchanges = 0
+        self._leaving: list[Stub] = []
 
     @property
     def names(self) -> set[str]:
@@ -87,11 +88,13 @@ class Churn:
         self._write()
         self.exchanges += 1
         # The old one serves on until the gateway has read the file; later it is gone.
-        asyncio.get_running_loop().call_later(4.0, self._stubs.pop(leaving).close)
+        stub = self._stubs.pop(leaving)
+        self._leaving.append(stub)
+        asyncio.get_running_loop().call_later(4.0, stub.close)
 
     def close(self) -> None:
         """Stop all replicas."""
-        for stub in self._stubs.values():
+        for stub in (*self._stubs.values(), *self._leaving):
             stub.close()
 
     async def _open(self, port: int) -> None:
