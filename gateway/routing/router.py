@@ -123,7 +123,8 @@ class Router:
         model: str | None = None
         if name is not None:
             model = fleet.resolve(name)
-            if not fleet.knows(model):
+            # Before any replica has been heard, nothing is known to be missing: that is a 503, which clients try again.
+            if not fleet.knows(model) and fleet.models():
                 raise UnknownModel(name)
         pool = fleet.pool(model)
         key = body.prompt if body is not None else None

@@ -141,6 +141,15 @@ async def test_known_model_without_replicas_is_503_with_retry_after() -> None:
         gateway.assert_idle()
 
 
+async def test_before_any_replica_was_heard_a_model_is_not_called_unknown() -> None:
+    options = {"health": {"startup_wait_s": 0.1}}
+    async with running_gateway(["http://127.0.0.1:9"], options) as gateway, session() as client:
+        async with client.post(f"{gateway.url}/v1/chat/completions", json=CHAT) as response:
+            assert response.status == 503
+            assert int(response.headers["retry-after"]) >= 1
+        gateway.assert_idle()
+
+
 async def test_metrics_page_has_the_request() -> None:
     replica = await StubReplica().start()
     async with running_gateway([replica]) as gateway, session() as client:
