@@ -212,8 +212,8 @@ async def test_replicas_behind_an_own_ca(
     # One connection for the probes, one for the three requests.
     assert stub.connections == 2
     # Whom the gateway does not trust gets no request, and the client no word of why.
-    assert await ask_through(stub, {"ca": str(stranger.file)}) == 404
-    assert await ask_through(stub, {}) == 404
+    assert await ask_through(stub, {"ca": str(stranger.file)}) == 503
+    assert await ask_through(stub, {}) == 503
     assert stub.requests_seen == 3
 
 
@@ -221,7 +221,7 @@ async def test_a_replica_with_the_name_of_another_gets_no_request(
     start_replica: StartReplica, authority: Authority
 ) -> None:
     stub = await start_replica(authority.server("other.test"))
-    assert await ask_through(stub, {"ca": str(authority.file)}) == 404
+    assert await ask_through(stub, {"ca": str(authority.file)}) == 503
     assert stub.requests_seen == 0
 
 
@@ -242,7 +242,7 @@ async def test_a_replica_that_is_replaced_by_a_stranger_gets_no_request(
 
 async def test_replicas_that_ask_for_a_certificate(start_replica: StartReplica, authority: Authority) -> None:
     stub = await start_replica(authority.server(client_ca=authority.ca))
-    assert await ask_through(stub, {"ca": str(authority.file)}) == 404
+    assert await ask_through(stub, {"ca": str(authority.file)}) == 503
     assert stub.requests_seen == 0
     assert await ask_through(stub, {"ca": str(authority.file), **authority.certificate("gateway.test")}) == 200
     assert stub.requests_seen == 3
