@@ -188,7 +188,7 @@ async def test_clients_without_a_certificate_are_turned_away(
 async def ask_through(stub: StubReplica, tls: dict[str, str], host: str = "127.0.0.1") -> int:
     """Ask a gateway in front of an https replica; return the status.
 
-    404 means that the probes have not got through: no replica has ever told of the model.
+    503 means that the probes have not got through: no replica has ever told of the model.
     """
     options = {"tls": tls, "health": {"startup_wait_s": 1.0}}
     async with running_gateway([f"https://{host}:{stub.port}"], options) as gateway, raw_client(gateway.port) as client:
