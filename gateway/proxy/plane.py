@@ -9,7 +9,6 @@ import os
 import ssl
 import time
 from collections.abc import Callable, Iterable
-from urllib.parse import unquote_to_bytes
 
 import orjson
 
@@ -388,7 +387,7 @@ class DataPlane:
         models = self.router.fleet.models()
         if head.path == _MODELS:
             return 200, orjson.dumps({"object": "list", "data": models})
-        name = _unquoted(head.path[len(_MODELS) + 1 :])
+        name = head.path[len(_MODELS) + 1 :].decode("utf-8", "replace")
         for model in models:
             if model.get("id") == name:
                 return 200, orjson.dumps(model)
@@ -411,7 +410,3 @@ class DataPlane:
             assignment.expected_cached_tokens,
             assignment.predicted_ttft_s * 1000.0,
         )
-
-
-def _unquoted(raw: bytes) -> str:
-    return unquote_to_bytes(raw).decode("utf-8", "replace")

@@ -4,6 +4,7 @@ import json
 
 from support.gateways import CHAT, running_gateway, session
 from support.stub_replica import StubReplica
+from yarl import URL
 
 
 async def test_chat_json_passes_through() -> None:
@@ -75,13 +76,17 @@ async def test_the_replica_that_holds_the_prefix_is_chosen() -> None:
 
 
 async def test_models_are_merged_and_found_by_id() -> None:
-    one = await StubReplica(models=[{"id": "org/a", "object": "model"}]).start()
+    one = await StubReplica(models=[{"id": "org/a", "object": "model"}, {"id": "50%25", "object": "model"}]).start()
     two = await StubReplica(models=[{"id": "b", "object": "model"}, {"id": "lora", "parent": "b"}]).start()
     async with running_gateway([one, two], {"aliases": {"gpt": "b"}}) as gateway, session() as client:
         async with client.get(f"{gateway.url}/v1/models") as response:
-            assert {model["id"] for model in (await response.json())["data"]} == {"org/a", "b", "lora", "gpt"}
+            assert {model["id"] for model in (await response.json())["data"]} == {"org/a", "50%25", "b", "lora", "gpt"}
         async with client.get(f"{gateway.url}/v1/models/org/a") as response:
             assert (await response.json())["id"] == "org/a"
+        # Percent-encoding is resolved once, not twice.
+        encoded = URL(f"{gateway.url}/v1/models/50%2525", encoded=True)
+        async with client.get(encoded) as response:
+            assert (await response.json())["id"] == "50%25"
         async with client.get(f"{gateway.url}/v1/models/none") as response:
             assert response.status == 404
             assert (await response.json())["error"]["code"] == "model_not_found"
