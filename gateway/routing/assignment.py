@@ -10,6 +10,7 @@ from gateway.replicas.ejection import Attempt, Ejector
 from gateway.replicas.load import LoadLedger, Ticket
 from gateway.replicas.registry import Fleet, Replica
 from gateway.routing.query import Query
+from gateway.routing.slo import Outlook, SloFilter
 from policies.types import Choice
 
 
@@ -21,6 +22,7 @@ class Releases(Protocol):
     index: PrefixIndex
     ledger: LoadLedger
     predictor: Predictor
+    slo: SloFilter
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """The engine has said how long prompt and answer were."""
@@ -37,6 +39,7 @@ class Assignment:
         predicted_ttft_s: seconds from assignment to the first token.
         assigned_s: when.
         observed_ttft_s: what it was in the end; None before.
+        outlook: whether the latency targets were predicted to be kept; None without targets.
         step_seen_s: the ledger's column; whoever sees a token writes the time at `slot`.
     """
 
@@ -46,12 +49,14 @@ class Assignment:
         "_parts",
         "_query",
         "_record",
+        "_slo",
         "_ticket",
         "_work_s",
         "assigned_s",
         "expected_cached_tokens",
         "finished",
         "observed_ttft_s",
+        "outlook",
         "policy",
         "predicted_ttft_s",
         "reason",
@@ -76,6 +81,8 @@ class Assignment:
         record: Record | None,
         attempt: Attempt,
         first: bool,
+        outlook: Outlook | None = None,
+        slo: tuple[float, int] | None = None,
     ) -> None:
         self._parts = parts
         self._query = query
@@ -95,6 +102,8 @@ class Assignment:
         self._record = record
         self._attempt = attempt
         self._first = first
+        self.outlook = outlook
+        self._slo = slo
 
     def first_token(self, now_s: float) -> None:
         """The first token has been seen: its prefill is done, and the prediction can be judged."""
@@ -139,3 +148,8 @@ class Assignment:
         if not keep_prefix and self._record is not None:
             parts.index.undo(self._record)
         parts.learn(self._query, prompt_tokens, completion_tokens)
+        if self._slo is not None and parts.fleet.has(self.replica):
+            tpot_s = None
+            if outcome is AttemptOutcome.OK and self.observed_ttft_s is not None and (completion_tokens or 0) > 1:
+                tpot_s = (now_s - self.assigned_s - self.observed_ttft_s) / ((completion_tokens or 0) - 1)
+            parts.slo.end(self.slot, self._slo, tpot_s)

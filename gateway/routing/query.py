@@ -2,6 +2,7 @@
 
 from gateway.prompt.blocks import PromptKey
 from gateway.prompt.rewrite import replace_model
+from policies.slo import Targets
 from policies.types import Request
 
 
@@ -15,9 +16,10 @@ class Query:
         request: what the policy may know.
         stream: the client asked for a stream.
         rewritten_model: the name that must replace an alias in the body; None to forward the body as it is.
+        targets: its latency targets; None if it has none.
     """
 
-    __slots__ = ("key", "max_tokens", "model", "pool", "request", "rewritten_model", "stream")
+    __slots__ = ("key", "max_tokens", "model", "pool", "request", "rewritten_model", "stream", "targets")
 
     def __init__(
         self,
@@ -28,6 +30,7 @@ class Query:
         stream: bool,
         max_tokens: int | None,
         rewritten_model: str | None,
+        targets: Targets | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -36,6 +39,7 @@ class Query:
         self.stream = stream
         self.max_tokens = max_tokens
         self.rewritten_model = rewritten_model
+        self.targets = targets
 
     def rewritten_body(self, body: bytes) -> bytes:
         """Return the body with the alias replaced by the model's own name."""

@@ -15,3 +15,27 @@ class NoReplica(LookupError):
 
 class Saturated(NoReplica):
     """Replicas could, but each has as many requests as it may have."""
+
+
+class TargetsOutOfReach(NoReplica):
+    """No replica is predicted to keep the request's latency targets, and it is to be refused then.
+
+    Attributes:
+        retry_after_s: predicted whole seconds until one would, within bounds.
+    """
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__(retry_after_s)
+        self.retry_after_s = retry_after_s
+
+
+class InvalidTarget(ValueError):
+    """A latency target in a header is not one.
+
+    Attributes:
+        header: its name.
+    """
+
+    def __init__(self, header: str) -> None:
+        super().__init__(header)
+        self.header = header

@@ -24,6 +24,7 @@ from gateway.routing.columns import Columns
 from gateway.routing.query import Query
 from gateway.routing.refusals import NoReplica, Saturated, UnknownModel
 from gateway.routing.room import Room
+from gateway.routing.slo import SloFilter
 from policies.types import Policy, RemembersReplicas, Request
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Router:
         self.tokens = tokens
         self.predictor = predictor
         self._columns = Columns(fleet, ledger, index, predictor, schedule)
+        self.slo = SloFilter(ledger, predictor, self._columns)
         self._offsets = schedule.offsets
         self._session_header = session_header.lower().encode() if session_header else None
         self._output_tokens: dict[str, float] = {}
@@ -108,15 +110,24 @@ class Router:
 
     # -- the life of a request
 
-    def query(self, body: RequestBody | None, headers: Mapping[bytes, bytes]) -> Query:
+    def query(
+        self,
+        body: RequestBody | None,
+        headers: Mapping[bytes, bytes],
+        asked: tuple[bytes | None, bytes | None] | None = None,
+        received_s: float = 0.0,
+    ) -> Query:
         """Read a request.
 
         Args:
             body: the parsed body; None for requests without a JSON body.
             headers: the request's headers by lower-case name.
+            asked: values of its latency targets' headers, see `SloRules.targets`.
+            received_s: when it came: monotonic seconds.
 
         Raises:
             UnknownModel: the body names a model that no replica has ever listed.
+            InvalidTarget: a latency target is not one.
         """
         fleet = self.fleet
         name = body.model if body is not None else None
@@ -149,7 +160,13 @@ class Router:
             canonical_bytes=key.canonical_bytes if key is not None else 0,
         )
         stream = body.stream if body is not None else False
-        return Query(model, pool, key, request, stream, max_tokens, model if model != name else None)
+        targets = None
+        if asked is not None or self.slo.has_defaults:
+            targets = self.slo.rules.targets(model, pool, asked, received_s)
+            if key is None:
+                # Without a prompt there is nothing to predict from, and mostly no token to wait for.
+                targets = None
+        return Query(model, pool, key, request, stream, max_tokens, model if model != name else None, targets)
 
     def assign(self, query: Query, tried: Sequence[int], now_s: float) -> Assignment:
         """Choose a replica for an attempt and charge it.
@@ -162,6 +179,7 @@ class Router:
         Raises:
             NoReplica: there is no candidate.
             Saturated: there are, and all are at their limit.
+            TargetsOutOfReach: none would keep its latency targets, and it is to be refused then.
         """
         fleet = self.fleet
         slots = fleet.route_slots(query.model)
@@ -177,14 +195,22 @@ class Router:
         columns, policy, request, key = self._columns, self._policy, query.request, query.key
         prompt_tokens = request.prompt_tokens
         request.now_s = now_s
+        targets, slo, outlook = query.targets, self.slo, None
         try:
-            choice = policy.choose(request, columns.fill(slots, key, prompt_tokens, now_s))
+            candidates = columns.fill(slots, key, prompt_tokens, now_s)
+            if targets is not None:
+                outlook = slo.narrow(targets, query.pool, request, now_s)
+            choice = policy.choose(request, candidates)
             slot = choice.slot
             columns.predict_chosen(slot, prompt_tokens, now_s)
             cached_tokens = columns.matched_tokens[slot]
+            if targets is not None and outlook is not None:
+                slo.explain(choice, outlook, len(slots), targets, now_s)
         finally:
             columns.clear()
         own_s, ttft_s = columns.own_prefill_s[slot], columns.predicted_ttft_s[slot]
+        if slo.delay_room.limits:
+            slo.delay_room.held_up(slot, own_s)
         replica = fleet.by_slot[slot]
         assert replica is not None, "a policy chose a slot that is not a candidate"
         ticket = self.ledger.start(
@@ -204,6 +230,8 @@ class Router:
             self.index.insert(slot, key.hashes) if key is not None and key.hashes else None,
             self.ejector.begin(replica),
             not tried,
+            outlook,
+            slo.begin(slot, targets, request) if targets is not None else None,
         )
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
@@ -255,11 +283,14 @@ class Router:
         self.set_capacity(replica)
 
     def _forget(self, slot: int) -> None:
+        self.slo.forget(slot)
         for policy in self._remembering:
             policy.forget(slot)
 
     def _configure(self, replica: Replica) -> None:
-        self.predictor.configure(replica.slot, self._class_of(replica))
+        replica_class = self._class_of(replica)
+        self.predictor.configure(replica.slot, replica_class)
+        self.slo.configure(replica.slot, replica_class)
 
     def _class_of(self, replica: Replica) -> ReplicaClass:
         spec = replica.spec
