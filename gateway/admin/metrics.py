@@ -31,6 +31,7 @@ class GatewayCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
         yield from self._requests()
+        yield from self._slo()
         yield from self._series()
         yield from self._connections()
         yield from self._replicas()
@@ -74,6 +75,27 @@ class GatewayCollector(Collector):
         _add(waits, [], tally.queue_wait_s)
         yield waits
         yield GaugeMetricFamily("warmgate_requests_in_progress", "Requests under way.", value=tally.in_progress)
+
+    def _slo(self) -> Iterator[Metric]:
+        tally = self._plane.tally
+        requests = CounterMetricFamily(
+            "warmgate_slo_requests", "Requests with latency targets that have ended.", labels=["model"]
+        )
+        refused = CounterMetricFamily(
+            "warmgate_slo_refused", "Of these, refused because no replica could keep the targets.", labels=["model"]
+        )
+        results = CounterMetricFamily(
+            "warmgate_slo_targets",
+            "Targets of the requests that were not refused, by whether they were met; unknown where it does not show.",
+            labels=["model", "target", "result"],
+        )
+        for model, number in tally.slo_requests.items():
+            requests.add_metric([model], number)
+        for model, number in tally.slo_refused.items():
+            refused.add_metric([model], number)
+        for labels, number in tally.slo_results.items():
+            results.add_metric(list(labels), number)
+        yield from (requests, refused, results)
 
     def _series(self) -> Iterator[Metric]:
         labels = ["replica", "policy"]

@@ -96,6 +96,16 @@ def unknown_model(model: str) -> GatewayError:
     )
 
 
+def invalid_target(header: str) -> GatewayError:
+    """A header asks for a latency target that is none."""
+    return GatewayError(
+        400,
+        f"The header `{header}` must be a positive number of milliseconds such as 500 or 12.5, once.",
+        "invalid_header",
+        param=header,
+    )
+
+
 def no_replica(retry_after_s: int) -> GatewayError:
     """The model is known but nothing can serve it now."""
     return GatewayError(

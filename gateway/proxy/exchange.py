@@ -32,7 +32,7 @@ from gateway.replicas.breaker import Outcome as Verdict
 from gateway.replicas.replica import Replica
 from gateway.routing.assignment import Assignment
 from gateway.routing.query import Query
-from gateway.routing.refusals import NoReplica, Saturated, UnknownModel
+from gateway.routing.refusals import InvalidTarget, NoReplica, Saturated, TargetsOutOfReach, UnknownModel
 
 if TYPE_CHECKING:
     from gateway.proxy.plane import DataPlane
@@ -327,9 +327,13 @@ class Exchange:
     def _route(self, body: RequestBody | None) -> None:
         plane = self._plane
         try:
-            query = self._query = plane.router.query(body, self.head.headers)
+            head = self.head
+            query = self._query = plane.router.query(body, head.headers, head.targets, self.started_s)
         except UnknownModel as unknown:
             self._refuse(errors.unknown_model(unknown.model))
+            return
+        except InvalidTarget as invalid:
+            self._refuse(errors.invalid_target(invalid.header))
             return
         if query.rewritten_model is not None:
             self._whole = query.rewritten_body(self._whole)
@@ -352,6 +356,9 @@ class Exchange:
         except Saturated:
             self._lacking = Cause.SATURATED
             return False
+        except TargetsOutOfReach as refusal:
+            self._failed(Cause.OUT_OF_REACH, refusal.retry_after_s)
+            return True
         except NoReplica:
             self._lacking = Cause.NO_REPLICA
             return False
@@ -580,6 +587,8 @@ class Exchange:
         elif phase is Phase.QUEUED:
             if now_s - self.queued_s > limits.queue_wait_s:
                 self._failed(self._lacking)
+            elif self._query is not None and (targets := self._query.targets) is not None and targets.overdue(now_s):
+                self._failed(Cause.OUT_OF_REACH)
         elif phase is Phase.WAITING:
             if self._handling is Handling.STREAM and not self._request_complete and not self._upload_blocked:
                 if idle_s > limits.body_timeout_s:
@@ -612,7 +621,7 @@ class Exchange:
 
     # -- failures
 
-    def _failed(self, cause: Cause) -> None:
+    def _failed(self, cause: Cause, retry_after_s: int | None = None) -> None:
         if self._ended:
             return
         rule = failures.TABLE[self.phase, cause]
@@ -634,7 +643,7 @@ class Exchange:
             if cause is not Cause.CLIENT_LEFT:
                 self._client.abort(reset=True)
             return
-        error = errors.from_rule(rule, self._plane.limits.retry_after_s)
+        error = errors.from_rule(rule, retry_after_s or self._plane.limits.retry_after_s)
         if action is Action.BREAK_STREAM:
             self._break(error)
             return

@@ -42,6 +42,9 @@ class Cause(StrEnum):
     """Replicas could serve it, and all of them are at their limit: at once, or still after the longest wait."""
     NO_REPLICA = "no_replica"
     """No replica that could serve it is up: now, or still after the longest wait."""
+    OUT_OF_REACH = "out_of_reach"
+    """No replica is predicted to keep its latency targets, or the time for the first token has passed in the queue; and
+    it is to be refused then."""
     REFUSED = "refused"
     """The connection could not be made."""
     CONNECT_TIMEOUT = "connect_timeout"
@@ -120,6 +123,11 @@ _R, _S, _A, _P, _B, _X = (
 )
 _FULL = (429, "replicas_saturated", "All replicas that serve this model are at their limit; try again later.")
 _NONE = (503, "no_replica_available", "No replica can serve this model at the moment; try again later.")
+_LATE_ANYWHERE = (
+    429,
+    "slo_out_of_reach",
+    "No replica can meet this request's latency targets at the moment; try again later, or ask for less.",
+)
 _UNREACHABLE = (502, "replica_unreachable", "The replica serving this model could not be reached.")
 _SLOW_CONNECT = (
     504,
@@ -149,6 +157,7 @@ TABLE: dict[tuple[Phase, Cause], Rule] = {
     (B, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
     (Q, Cause.SATURATED): Rule(_A, _A, *_FULL, Verdict.CANCELLED),
     (Q, Cause.NO_REPLICA): Rule(_A, _A, *_NONE, Verdict.CANCELLED),
+    (Q, Cause.OUT_OF_REACH): Rule(_A, _A, *_LATE_ANYWHERE, Verdict.CANCELLED),
     (Q, Cause.UPLOAD_TOO_LARGE): Rule(_A, _A, *_LARGE_BODY, Verdict.CANCELLED),
     (Q, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
     (Q, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),

@@ -22,6 +22,8 @@ _CONTENT_TYPE = 1
 _CONTENT_ENCODING = 2
 _RETRY_AFTER = 3
 _LOCATION = 4
+_SLO_TTFT = 5
+_SLO_TPOT = 6
 _OURS = 10
 _HOST = 11
 _CONTENT_LENGTH = 12
@@ -88,6 +90,8 @@ _IN_REQUESTS = _Kinds(
         b"host": _HOST,
         b"x-api-key": _API_KEY,
         b"x-request-id": _REQUEST_ID,
+        b"x-slo-tpot-ms": _SLO_TPOT,
+        b"x-slo-ttft-ms": _SLO_TTFT,
     }
 )
 _IN_RESPONSES = _Kinds(
@@ -103,6 +107,7 @@ _IN_RESPONSES = _Kinds(
         b"x-warmgate-policy": _OURS,
         b"x-warmgate-predicted-ttft-ms": _OURS,
         b"x-warmgate-replica": _OURS,
+        b"x-warmgate-slo": _OURS,
     }
 )
 
@@ -169,6 +174,7 @@ class RequestHead:
         expect_continue: the client waits for 100 Continue.
         content_type, content_encoding, authorization, api_key, request_id: special headers, b"" if absent; lines of the
             same name are joined with commas (RFC 9110 section 5.3).
+        targets: values of the latency targets' headers, TTFT and TPOT, each None if absent; None if both are.
         content_length: declared length; None when absent.
         chunked: the body comes in chunks.
         has_body: a body follows the head.
@@ -194,6 +200,7 @@ class RequestHead:
         "path",
         "request_id",
         "target",
+        "targets",
         "upgrade",
         "version_1_0",
     )
@@ -232,6 +239,9 @@ class RequestHead:
         self.authorization = get(_AUTHORIZATION, b"")
         self.api_key = get(_API_KEY, b"")
         self.request_id = get(_REQUEST_ID, b"").rstrip(b" \t")
+        self.targets: tuple[bytes | None, bytes | None] | None = None
+        if _SLO_TTFT in found or _SLO_TPOT in found:
+            self.targets = get(_SLO_TTFT), get(_SLO_TPOT)
         self.expect_continue = _EXPECT in found and found[_EXPECT].strip().lower() == b"100-continue"
         if _CONNECTION in found and found[_CONNECTION] not in _NAMES_NONE:
             passed = _without_named(passed, found[_CONNECTION])

@@ -405,6 +405,8 @@ class DataPlane:
                 key[0].encode(),
                 key[1].encode(),
             )
+        if assignment.outlook is not None:
+            prefix += b"x-warmgate-slo: %b\r\n" % assignment.outlook.encode()
         return b"%bx-warmgate-expected-cached-tokens: %d\r\nx-warmgate-predicted-ttft-ms: %.1f\r\n" % (
             prefix,
             assignment.expected_cached_tokens,

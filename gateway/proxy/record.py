@@ -2,8 +2,12 @@
 
 from typing import Any
 
-from gateway.proxy.exchange import Exchange
+from gateway.proxy.exchange import Exchange, Outcome
+from gateway.proxy.failures import TABLE, Cause, Phase
 from gateway.proxy.tally import Tally
+from policies.slo import Targets
+
+_REFUSED_CODE = TABLE[Phase.QUEUED, Cause.OUT_OF_REACH].code
 
 
 def tpot_s(exchange: Exchange) -> float | None:
@@ -12,6 +16,59 @@ def tpot_s(exchange: Exchange) -> float | None:
     if usage is None or first_s is None or usage.completion_tokens < 2:
         return None
     return (exchange.last_token_s - first_s) / (usage.completion_tokens - 1)
+
+
+def ttft_met(exchange: Exchange, target_s: float, now_s: float) -> bool | None:
+    """Say whether the first token came in time, counted from the request's head; None if it cannot be told.
+
+    Args:
+        exchange: a request that has ended.
+        target_s: seconds to the first token.
+        now_s: when it ended.
+    """
+    if exchange.first_token_s is not None:
+        return exchange.first_token_s - exchange.started_s <= target_s
+    in_time = now_s - exchange.started_s <= target_s
+    outcome = exchange.outcome
+    if outcome is Outcome.OK:
+        # A whole answer comes after its first token.
+        return True if in_time else None
+    if outcome is Outcome.CLIENT_ERROR or (outcome is Outcome.CANCELLED and in_time):
+        return None
+    return False
+
+
+def tpot_met(exchange: Exchange, target_s: float) -> bool | None:
+    """Say whether tokens came fast enough on average; None if it cannot be told.
+
+    Args:
+        exchange: a request that has ended.
+        target_s: seconds per output token after the first.
+    """
+    per_token_s = tpot_s(exchange)
+    return None if per_token_s is None else per_token_s <= target_s
+
+
+def slo_results(exchange: Exchange, targets: Targets, now_s: float) -> dict[str, bool | None]:
+    """Return which of a request's targets were met, by name; nothing for a request that was refused for them."""
+    results: dict[str, bool | None] = {}
+    if exchange.error_code != _REFUSED_CODE:
+        if targets.ttft_s is not None:
+            results["ttft"] = ttft_met(exchange, targets.ttft_s, now_s)
+        if targets.tpot_s is not None:
+            results["tpot"] = tpot_met(exchange, targets.tpot_s)
+    return results
+
+
+def _count_slo(exchange: Exchange, tally: Tally, pool: str, targets: Targets, now_s: float) -> None:
+    tally.slo_requests[pool] += 1
+    if exchange.error_code == _REFUSED_CODE:
+        tally.slo_refused[pool] += 1
+    for target, met in slo_results(exchange, targets, now_s).items():
+        tally.slo_results[pool, target, _RESULTS[met]] += 1
+
+
+_RESULTS = {True: "met", False: "missed", None: "unknown"}
 
 
 def count(exchange: Exchange, tally: Tally, now_s: float, replica: str) -> None:
@@ -28,6 +85,9 @@ def count(exchange: Exchange, tally: Tally, now_s: float, replica: str) -> None:
     tally.bytes_in += exchange.bytes_in
     tally.bytes_out += exchange.bytes_out
     tally.duration(outcome, now_s - exchange.started_s)
+    query = exchange.query
+    if query is not None and query.targets is not None:
+        _count_slo(exchange, tally, query.pool, query.targets, now_s)
     assignment = exchange.assignment
     if assignment is None:
         tally.requests["", "", outcome, exchange.status] += 1
@@ -87,6 +147,8 @@ def log_record(exchange: Exchange, now_s: float) -> dict[str, Any]:
         record["model"] = query.pool
         record["stream"] = query.stream
         record["prompt_tokens"] = round(query.request.prompt_tokens)
+        if query.targets is not None:
+            record["slo"] = _slo_record(exchange, query.targets, now_s)
     assignment = exchange.assignment
     if assignment is not None:
         record["replica"] = assignment.replica.name
@@ -102,4 +164,19 @@ def log_record(exchange: Exchange, now_s: float) -> dict[str, Any]:
         record["prompt_tokens"] = usage.prompt_tokens
         record["completion_tokens"] = usage.completion_tokens
         record["cached_tokens"] = usage.cached_tokens
+    return record
+
+
+def _slo_record(exchange: Exchange, targets: Targets, now_s: float) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    if targets.ttft_s is not None:
+        record["ttft_ms"] = _ms(targets.ttft_s)
+    if targets.tpot_s is not None:
+        record["tpot_ms"] = _ms(targets.tpot_s)
+    for target, met in slo_results(exchange, targets, now_s).items():
+        record[f"{target}_met"] = met
+    if exchange.error_code == _REFUSED_CODE:
+        record["refused"] = True
+    elif exchange.assignment is not None:
+        record["outlook"] = exchange.assignment.outlook
     return record

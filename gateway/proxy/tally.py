@@ -86,6 +86,12 @@ class Tally:
         self.in_progress = 0
         self.queue_wait_s = Histogram(TTFT_BUCKETS_S)
         """Seconds in the queue, of requests that got a replica in the end."""
+        self.slo_requests: defaultdict[str, int] = defaultdict(int)
+        """Requests with latency targets, by pool."""
+        self.slo_results: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        """Their targets, by pool, target (ttft, tpot) and result (met, missed, unknown)."""
+        self.slo_refused: defaultdict[str, int] = defaultdict(int)
+        """Of the requests, those refused because no replica could keep them, by pool."""
 
     def of(self, replica: str, policy: str) -> Series:
         """Return the series of a replica and policy."""

@@ -12,6 +12,7 @@ from gateway.proxy.failures import STATUS_CAUSES, TABLE, Action, Cause, Phase
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.replicas.breaker import Outcome as Verdict
 from gateway.replicas.registry import ReplicaSpec
+from policies.slo import Targets
 
 LIMITED = [ReplicaSpec(f"http://replica-{n}.test", models=("m",), max_in_flight=1) for n in (1, 2)]
 
@@ -87,6 +88,12 @@ def _too_large(scene: Scene) -> None:
     scene.exchange.request_body(b"x" * ((1 << 20) + 1))
 
 
+def _overdue(scene: Scene) -> None:
+    assert scene.exchange.query is not None
+    scene.exchange.query.targets = Targets(4.0, None, scene.exchange.started_s, refuse=True)
+    scene.bench.tick(4.5)
+
+
 def _peer(act: Callable[[Peer], None]) -> Callable[[Scene], None]:
     def inflict(scene: Scene) -> None:
         assert scene.peer is not None
@@ -98,6 +105,7 @@ def _peer(act: Callable[[Peer], None]) -> Callable[[Scene], None]:
 INFLICT: dict[Cause, Callable[[Scene], None]] = {
     Cause.SATURATED: lambda scene: scene.bench.tick(6),
     Cause.NO_REPLICA: lambda scene: scene.bench.tick(6),
+    Cause.OUT_OF_REACH: _overdue,
     Cause.REFUSED: lambda scene: scene.bench.pool(1).fail(Cause.REFUSED),
     Cause.CONNECT_TIMEOUT: lambda scene: scene.bench.pool(1).fail(Cause.CONNECT_TIMEOUT),
     Cause.NO_SOCKET: lambda scene: scene.bench.pool(1).fail(Cause.NO_SOCKET),
@@ -262,6 +270,7 @@ def test_what_is_not_the_replicas_fault_is_not_held_against_it() -> None:
     innocent = {
         Cause.SATURATED,
         Cause.NO_REPLICA,
+        Cause.OUT_OF_REACH,
         Cause.NO_SOCKET,
         Cause.STALE,
         Cause.DEADLINE,
