@@ -1,0 +1,144 @@
+"""`python -m loadtests.compare`: run the matrix, print the tables and the verdicts."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from loadtests.compare.cache import Cache
+from loadtests.compare.cell import Cell
+from loadtests.compare.oracle import BOUNDS
+from loadtests.compare.report import sources, to_json, to_markdown
+from loadtests.compare.results import Results
+from loadtests.compare.run import cells_of, run_all
+from loadtests.compare.scenario import OURS, TRACE, Group
+from loadtests.compare.scenarios import SCENARIOS
+from loadtests.compare.targets import verdicts
+from loadtests.compare.verdict import Verdict, missed
+
+_OF_ONE_RUN = frozenset({"--cache", "--fresh", "--markdown", "--json", "--processes", "--no-run"})
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+@click.command()
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Mooncake JSONL.")
+@click.option("--cache", "cache_path", type=click.Path(file_okay=False, path_type=Path), required=True)
+@click.option("--sets", "groups", help=f"Of {', '.join(Group)}.  [default: all]")
+@click.option("--scenarios", "names", help="Only these.")
+@click.option("--policies", help="Only these; a bound or options (name:option=value) are added to each scenario.")
+@click.option("--seeds", default="1,2,3", show_default=True)
+@click.option("--fresh", default="", help="Policies whose cells are dropped from the cache first; `all` for all.")
+@click.option("--no-run", is_flag=True, help="Report what the cache has.")
+@click.option(
+    "--markdown", "markdown_path", type=click.Path(dir_okay=False, path_type=Path), help="Tables and verdicts."
+)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Verdicts and all figures.")
+@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True)
+def main(
+    trace: Path | None,
+    cache_path: Path,
+    groups: str | None,
+    names: str | None,
+    policies: str | None,
+    seeds: str,
+    fresh: str,
+    no_run: bool,
+    markdown_path: Path | None,
+    json_path: Path | None,
+    processes: int,
+) -> None:
+    """Every policy on every scenario, and whether the default policy reaches its targets.
+
+    Cells are kept in the cache directory and not run again, also when code has changed: name what has to be run again
+    with --fresh. The exit code is 1 if a target is missed.
+    """
+    logging.getLogger("gateway").addHandler(logging.NullHandler())
+    wanted_groups, wanted_names = _words(groups), _words(names)
+    scenarios = [
+        scenario
+        for scenario in SCENARIOS
+        if (wanted_groups is None or scenario.group in wanted_groups)
+        and (wanted_names is None or scenario.name in wanted_names)
+        and (trace is not None or scenario.workload != TRACE)
+    ]
+    cache = Cache(cache_path, trace)
+    cells = cells_of(scenarios, [int(word) for word in _words(seeds) or ()], _words(policies))
+    dropped = _words(fresh) or []
+    for cell in cells:
+        if "all" in dropped or cell.policy in dropped:
+            cache.drop(cell)
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    if not no_run:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+            task = bars.add_task("cells", total=len(cells))
+
+            def done(cell: Cell) -> None:
+                bars.update(task, advance=1, description=f"{cell.scenario.name} {cell.policy} seed {cell.seed}")
+
+            try:
+                run_all(cells, cache, trace, processes, done)
+            except (ValueError, OSError) as error:
+                raise click.ClickException(str(error)) from error
+    known = [content for cell in cells if (content := cache.load(cell)) is not None]
+    results = Results(known, BOUNDS)
+    found = verdicts(results, scenarios)
+    warnings = []
+    if (versions := sources(known)) > 1:
+        warnings.append(f"The cells of {OURS} come from {versions} versions of the code.")
+    if markdown_path is not None:
+        command = "python -m loadtests.compare " + _command(sys.argv[1:])
+        markdown_path.write_text(to_markdown(results, scenarios, found, warnings, command), encoding="utf-8")
+    if json_path is not None:
+        json_path.write_bytes(to_json(found, known))
+    show(found, warnings)
+    sys.exit(1 if missed(found) else 0)
+
+
+def show(found: Sequence[Verdict], warnings: Sequence[str]) -> None:
+    """Print the verdicts."""
+    table = Table(title="Targets")
+    for heading in ("scenario", "target", "measured", "worst seed", "met", ""):
+        table.add_column(heading, justify="right" if heading in ("measured", "worst seed") else "left")
+    for verdict in found:
+        cells = [f"{value:.3f}" if value is not None else "-" for value in (verdict.measured, verdict.worst_seed)]
+        style = "bold red" if verdict.met is False else None
+        table.add_row(verdict.topic, verdict.target, *cells, verdict.word, verdict.note, style=style)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    for warning in warnings:
+        console.print(warning)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The arguments without the paths and names that belong to one machine or one run."""
+    kept = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in _OF_ONE_RUN:
+            skip = argument != "--no-run"
+        elif argument.endswith(".jsonl"):
+            kept.append(Path(argument).name)
+        else:
+            kept.append(argument)
+    return " ".join([*kept, "--cache DIR"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The matrix: which cells there are, and running those that are not in the cache."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from loadtests.compare.cache import Cache, source_digest
+from loadtests.compare.cell import Cell, run_cell
+from loadtests.compare.scenario import Scenario
+
+
+def cells_of(scenarios: Sequence[Scenario], seeds: Sequence[int], policies: Sequence[str] | None = None) -> list[Cell]:
+    """The cells of scenarios, first seeds first.
+
+    Args:
+        scenarios: rows.
+        seeds: for scenarios without their own.
+        policies: only these; all of the scenario's if None.
+    """
+    cells: dict[Cell, None] = {}
+    most = max((len(scenario.seeds or seeds) for scenario in scenarios), default=0)
+    for turn in range(most):
+        for scenario in scenarios:
+            own = scenario.seeds or seeds
+            if turn < len(own):
+                for policy in scenario.policies:
+                    if policies is None or policy in policies:
+                        cells[Cell(scenario, policy, own[turn])] = None
+    return list(cells)
+
+
+def run_all(
+    cells: Sequence[Cell], cache: Cache, trace: Path | None, processes: int, on_cell: Callable[[Cell], None]
+) -> None:
+    """Run the cells that the cache does not have.
+
+    Args:
+        cells: which, in this order.
+        cache: where results are looked for and put.
+        trace: the trace file.
+        processes: how many cells run at a time.
+        on_cell: called after each cell.
+    """
+    source = source_digest()
+    todo = []
+    for cell in cells:
+        if cache.load(cell) is None:
+            todo.append(cell)
+        else:
+            on_cell(cell)
+    for cell, result in _results(todo, trace, processes):
+        cache.store(cell, {"source": source, **result})
+        on_cell(cell)
+
+
+def _results(cells: Sequence[Cell], trace: Path | None, processes: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    if processes == 1:
+        for cell in cells:
+            yield cell, run_cell(cell, trace)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        futures = {pool.submit(run_cell, cell, trace): cell for cell in cells}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
