@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from gateway.admin.server import AdminServer
-from gateway.config import Config, ReplicaConfig
+from gateway.config import Config, ModelSlo, ReplicaConfig
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
 from gateway.estimator.predictor import Predictor
@@ -31,6 +31,7 @@ from gateway.replicas.registry import Fleet
 from gateway.replicas.scrape import Scraper, ScrapeSettings
 from gateway.replicas.spec import ReplicaSpec, Role
 from gateway.routing.router import Router
+from gateway.routing.slo import ModelTargets, SloRules
 from policies.catalog import make_policy
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,23 @@ def plane_limits(config: Config) -> PlaneLimits:
     )
 
 
+def slo_rules(config: Config) -> SloRules:
+    """Return the rules for latency targets, with what models leave out filled in."""
+    slo = config.slo
+
+    def seconds(milliseconds: float | None) -> float | None:
+        return None if milliseconds is None else milliseconds / 1000.0
+
+    def targets(of: ModelSlo) -> ModelTargets:
+        given = of.model_fields_set
+        ttft_ms = of.ttft_ms if "ttft_ms" in given else slo.ttft_ms
+        tpot_ms = of.tpot_ms if "tpot_ms" in given else slo.tpot_ms
+        on_miss = of.on_miss if "on_miss" in given else slo.on_miss
+        return ModelTargets(seconds(ttft_ms), seconds(tpot_ms), on_miss == "refuse")
+
+    return SloRules(targets(slo), {name: targets(of) for name, of in slo.models.items()}, slo.max_retry_after_s)
+
+
 class Gateway:
     """One worker: everything, wired.
 
@@ -172,6 +190,7 @@ class Gateway:
             routing.session_header,
             routing.slow_start_s,
         )
+        self.router.slo.use(slo_rules(config))
         self.tally = Tally()
         tls = replica_tls(config)
         self._request_log = request_log or (RequestLog() if config.logging.requests else None)
@@ -265,6 +284,7 @@ class Gateway:
         if policy != (before.policy, before.policy_options, before.seed):
             self.router.use(make_policy(routing.policy, routing.seed, routing.policy_options))
         self.router.room.slow_start(routing.slow_start_s)
+        self.router.slo.use(slo_rules(config))
         plane, retries = self.plane, config.retries
         plane.use_response_headers(routing.response_headers)
         plane.use_keys([key.get_secret_value() for key in config.auth.client_keys], config.auth.upstream)

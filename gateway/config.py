@@ -123,6 +123,28 @@ class Routing(_Section):
     """How long a replica that comes up takes to grow from one request at a time to what the others have; 0: at once."""
 
 
+class ModelSlo(_Section):
+    """Latency targets of one model's requests; what is left out is as for all models, null is no target."""
+
+    ttft_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Milliseconds to the first token, of requests without an `x-slo-ttft-ms` header."""
+    tpot_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Milliseconds per output token after the first, of requests without an `x-slo-tpot-ms` header."""
+    on_miss: Literal["serve", "refuse"] = "serve"
+    """What happens to a request when no replica is predicted to keep its targets. `serve`: the policy chooses among
+    all, as without targets. `refuse`: 429 at once, with the predicted time until one would in Retry-After."""
+
+
+class Slo(ModelSlo):
+    """Latency targets (SLO). Requests ask for them in the headers `x-slo-ttft-ms` and `x-slo-tpot-ms`, and the policy
+    then chooses among the replicas predicted to keep them. Without a header and a default here there is no target."""
+
+    models: dict[str, ModelSlo] = Field(default_factory=dict)
+    """By name of a model as the replicas list it, or of an adapter; of an adapter without an entry, its model's."""
+    max_retry_after_s: int = Field(60, ge=1, le=3600)
+    """Longest time in the Retry-After of a refusal, also where waiting would not help."""
+
+
 class Prefixes(_Section):
     """The prefix map."""
 
@@ -271,6 +293,7 @@ class Config(_Section):
     tls: TlsClient = TlsClient()
     """Towards https replicas."""
     routing: Routing = Routing()
+    slo: Slo = Slo()
     prefixes: Prefixes = Prefixes()
     health: Health = Health()
     breaker: Breaker = Breaker()
