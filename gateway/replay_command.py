@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -80,8 +81,22 @@ import click
 @click.option("--fail", "ends", multiple=True, metavar="SLOT@SECONDS", help="A replica's process ends; repeat.")
 @click.option("--restart", "starts", multiple=True, metavar="SLOT@SECONDS", help="A new process starts; repeat.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the workload and the policies.")
-@click.option("--slo-ttft-ms", type=click.FloatRange(min=0, min_open=True), default=2000.0, show_default=True)
-@click.option("--slo-tpot-ms", type=click.FloatRange(min=0, min_open=True), default=100.0, show_default=True)
+@click.option(
+    "--slo-ttft-ms",
+    default="2000",
+    show_default=True,
+    metavar="MS[,MS...]",
+    help="TTFT of a good request; several are asked for by sessions in turn.",
+)
+@click.option("--slo-tpot-ms", default="100", show_default=True, metavar="MS[,MS...]", help="The same for TPOT.")
+@click.option(
+    "--slo",
+    "slo_routing",
+    type=click.Choice(["off", "serve", "refuse"]),
+    default="off",
+    show_default=True,
+    help="The router is told these targets, and serves or refuses what no replica can keep.",
+)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures as JSON.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draw TTFT curves (PNG).")
 @click.option("--timing", is_flag=True, help="Print seconds per policy and microseconds per decision.")
@@ -111,8 +126,9 @@ def replay(
     ends: tuple[str, ...],
     starts: tuple[str, ...],
     seed: int,
-    slo_ttft_ms: float,
-    slo_tpot_ms: float,
+    slo_ttft_ms: str,
+    slo_tpot_ms: str,
+    slo_routing: Literal["off", "serve", "refuse"],
     json_path: Path | None,
     plot_path: Path | None,
     timing: bool,
@@ -124,8 +140,8 @@ def replay(
     """
     from rich.console import Console
 
-    from loadtests.replay.figures import Slo, figures, ttfts_ms
-    from loadtests.replay.options import FleetOptions, fleet, incidents, policy
+    from loadtests.replay.figures import figures, ttfts_ms
+    from loadtests.replay.options import FleetOptions, fleet, incidents, policy, slos
     from loadtests.replay.progress import PolicyBar, progress_bars
     from loadtests.replay.replay import Replay
     from loadtests.replay.report import policies_table, stages_table, to_json
@@ -161,6 +177,8 @@ def replay(
             kv_events_lost=kv_events_lost,
             incidents=incidents(ends, starts, len(engines)),
             announce_output=announce_output,
+            slos=slos(slo_ttft_ms, slo_tpot_ms),
+            slo_routing=slo_routing,
         )
         for name in names:
             policy(name, seed)
@@ -183,7 +201,7 @@ def replay(
             began_s = time.process_time()
             bar = PolicyBar(bars, name, load.requests)
             result = Replay(load, policy(name, seed), settings, bar, name).run()
-            results.append(figures(result, Slo(slo_ttft_ms, slo_tpot_ms)))
+            results.append(figures(result))
             if plot_path is not None:
                 curves[name] = ttfts_ms(result)
             decisions_us = 1e6 * sum(result.decisions_s) / max(len(result.decisions_s), 1)

@@ -6,25 +6,18 @@ from typing import Any
 
 from loadtests.bench_summary import Distribution, TtftPrediction
 from loadtests.replay.record import RequestRecord
-from loadtests.replay.replay import ReplayResult
+from loadtests.replay.replay import REFUSED, ReplayResult
+from loadtests.replay.settings import Slo
 
 SHARES = (0.5, 0.9, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
-    """What a good request keeps; the defaults are those of MLPerf Inference for Llama 3.1 8B, server scenario."""
-
-    ttft_ms: float = 2000.0
-    tpot_ms: float = 100.0
-
-
-@dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests that kept the SLO."""
+    """Requests that kept their SLO. Its limits are None where they differ between requests."""
 
-    slo_ttft_ms: float
-    slo_tpot_ms: float
+    slo_ttft_ms: float | None
+    slo_tpot_ms: float | None
     requests_per_s: float
     share: float
 
@@ -77,6 +70,10 @@ class Figures:
     output_tokens: int
     output_tokens_per_s: float
     goodput: Goodput
+    goodput_by_slo: list[Goodput]
+    """Empty where all requests have the same."""
+    refused: int
+    """Of the errors, requests refused because no replica could keep their SLO."""
     preemptions: int
     load_skew: float
     """Most over mean requests per replica."""
@@ -99,9 +96,8 @@ def figures(result: ReplayResult, slo: Slo | None = None) -> Figures:
 
     Args:
         result: what `Replay.run` returned.
-        slo: what goodput asks for; the defaults if None.
+        slo: what goodput asks for of all requests; what each of them asked for if None.
     """
-    slo = slo or Slo()
     stages = result.load.stages
     measured = [record for record in result.records if not stages[record.stage].warm_up]
     good = [record for record in measured if record.error is None]
@@ -133,7 +129,9 @@ def figures(result: ReplayResult, slo: Slo | None = None) -> Figures:
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         output_tokens_per_s=_ratio(output_tokens, makespan_s),
-        goodput=_goodput(good, len(measured), slo, makespan_s),
+        goodput=_goodput(measured, slo, makespan_s),
+        goodput_by_slo=_goodput_by_slo(measured, makespan_s) if slo is None else [],
+        refused=sum(record.error == REFUSED for record in measured),
         preemptions=sum(replica.preemptions for replica in result.replicas),
         load_skew=_skew(counts),
         in_flight_skew=_skew(in_flight_s),
@@ -213,13 +211,30 @@ def _tpot_ms(records: Iterable[RequestRecord]) -> Distribution:
     return Distribution.of([1000.0 * tpot_s for record in records if (tpot_s := _tpot_s(record)) is not None])
 
 
-def _goodput(good: Sequence[RequestRecord], requests: int, slo: Slo, makespan_s: float) -> Goodput:
-    kept = 0
-    for record in good:
-        if record.first_token_s is None or 1000.0 * (record.first_token_s - record.arrival_s) > slo.ttft_ms:
-            continue
-        kept += 1000.0 * (_tpot_s(record) or 0.0) <= slo.tpot_ms
-    return Goodput(slo.ttft_ms, slo.tpot_ms, _ratio(kept, makespan_s), _ratio(kept, requests))
+def _goodput(records: Sequence[RequestRecord], slo: Slo | None, makespan_s: float) -> Goodput:
+    kept = sum(_keeps(record, slo or record.slo) for record in records)
+    limits = {slo} if slo is not None else {record.slo for record in records} or {Slo()}
+    ttfts_ms, tpots_ms = {each.ttft_ms for each in limits}, {each.tpot_ms for each in limits}
+    return Goodput(
+        ttfts_ms.pop() if len(ttfts_ms) == 1 else None,
+        tpots_ms.pop() if len(tpots_ms) == 1 else None,
+        _ratio(kept, makespan_s),
+        _ratio(kept, len(records)),
+    )
+
+
+def _goodput_by_slo(records: Sequence[RequestRecord], makespan_s: float) -> list[Goodput]:
+    slos = sorted({record.slo for record in records}, key=lambda slo: (slo.ttft_ms, slo.tpot_ms))
+    if len(slos) < 2:
+        return []
+    return [_goodput([record for record in records if record.slo == slo], slo, makespan_s) for slo in slos]
+
+
+def _keeps(record: RequestRecord, slo: Slo) -> bool:
+    if record.error is not None or record.first_token_s is None:
+        return False
+    ttft_ms = 1000.0 * (record.first_token_s - record.arrival_s)
+    return ttft_ms <= slo.ttft_ms and 1000.0 * (_tpot_s(record) or 0.0) <= slo.tpot_ms
 
 
 def _stage(result: ReplayResult, number: int) -> StageFigures:

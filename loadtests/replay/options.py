@@ -11,7 +11,7 @@ from gateway.estimator.model import model
 from gateway.estimator.roofline import StepCost, kv_capacity_tokens, step_cost
 from loadtests.engine import EngineLimits
 from loadtests.replay.presets import PRESETS, Preset
-from loadtests.replay.settings import Incident, ReplicaModel
+from loadtests.replay.settings import Incident, ReplicaModel, Slo
 from policies.catalog import make_policy
 from policies.types import Policy
 
@@ -187,3 +187,26 @@ def incidents(ends: Sequence[str], starts: Sequence[str], replicas: int) -> list
                 raise ValueError(f"there is no slot {slot} among {replicas} replicas")
             result.append(Incident(slot, float(match[2]), is_start))
     return sorted(result, key=lambda incident: incident.at_s)
+
+
+def slos(ttft_ms: str, tpot_ms: str) -> list[Slo]:
+    """What sessions ask for in turn, from numbers separated by commas; a single number goes with each of the others.
+
+    Raises:
+        ValueError: not positive numbers, or two lists of different lengths.
+    """
+    ttfts, tpots = _milliseconds(ttft_ms), _milliseconds(tpot_ms)
+    length = max(len(ttfts), len(tpots))
+    if not {len(ttfts), len(tpots)} <= {1, length}:
+        raise ValueError(f"{len(ttfts)} TTFT limits and {len(tpots)} TPOT limits do not go together")
+    return [Slo(ttfts[number % len(ttfts)], tpots[number % len(tpots)]) for number in range(length)]
+
+
+def _milliseconds(text: str) -> list[float]:
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"expected milliseconds separated by commas, got {text!r}") from None
+    if not all(0.0 < number < 1e7 for number in numbers):
+        raise ValueError(f"milliseconds must be positive and below 10,000,000, got {text!r}")
+    return numbers

@@ -6,6 +6,7 @@ from gateway.replicas.breaker import Outcome
 from gateway.routing.assignment import Assignment
 from gateway.routing.query import Query
 from loadtests.engine import EngineRequest
+from loadtests.replay.settings import Slo
 from loadtests.workloads.types import Session, Turn
 
 
@@ -26,6 +27,7 @@ class RequestRecord:
         "predicted_ttft_s",
         "query",
         "session",
+        "slo",
         "slot",
         "stage",
         "tried",
@@ -33,13 +35,16 @@ class RequestRecord:
         "turn_number",
     )
 
-    def __init__(self, session: Session, turn_number: int, stage: int, arrival_s: float, query: Query) -> None:
+    def __init__(
+        self, session: Session, turn_number: int, stage: int, arrival_s: float, query: Query, slo: Slo
+    ) -> None:
         self.session = session
         self.turn_number = turn_number
         self.turn: Turn = session.turns[turn_number]
         self.stage = stage
         self.arrival_s = arrival_s
         self.query = query
+        self.slo = slo
         self.assignment: Assignment | None = None
         self.engine_request: EngineRequest | None = None
         self.attempts = 0

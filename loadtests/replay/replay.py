@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from gateway.proxy.failures import TABLE, Cause, Phase
 from gateway.replicas.breaker import Outcome
 from gateway.routing.assignment import Assignment
-from gateway.routing.refusals import NoReplica
+from gateway.routing.refusals import NoReplica, TargetsOutOfReach
 from loadtests.engine import EngineRequest, StepResult
 from loadtests.replay.arrivals import Arrivals, StageSpan
 from loadtests.replay.engines import SimulatedReplica
@@ -34,6 +34,7 @@ from loadtests.workloads.types import Load, Session, Turn
 from policies.types import Policy
 
 NO_REPLICA = "no_replica"
+REFUSED = "refused"
 
 _REFUSED = TABLE[Phase.CONNECTING, Cause.REFUSED].verdict
 _CUT = TABLE[Phase.WAITING, Cause.RESET].verdict
@@ -101,6 +102,11 @@ class Replay:
             )
             for replica in (self._replicas if settings.kv_events else ())
         ]
+        # Sessions are known by identity: their prompts would make for long comparisons.
+        self._slos = {
+            id(session): settings.slos[number % len(settings.slos)]
+            for number, session in enumerate(session for stage in load.stages for session in stage.sessions)
+        }
         self._in_engines: dict[EngineRequest, RequestRecord] = {}
         self._records: list[RequestRecord] = []
         self._gaps = TokenGaps()
@@ -134,11 +140,17 @@ class Replay:
         turn = session.turns[turn_number]
         key = self._gateway.keys.key(turn.prompt)
         max_tokens = turn.output_tokens if self._settings.announce_output else None
-        query = self._router.query(body_of(key, session.key, max_tokens), {})
-        record = RequestRecord(session, turn_number, self._arrivals.stage, self._events.now_s, query)
+        slo = self._slos[id(session)]
+        asked = None if self._settings.slo_routing == "off" else (_header(slo.ttft_ms), _header(slo.tpot_ms))
+        query = self._router.query(body_of(key, session.key, max_tokens), {}, asked, self._events.now_s)
+        record = RequestRecord(session, turn_number, self._arrivals.stage, self._events.now_s, query, slo)
         self._records.append(record)
         self._gateway.retry_budget.deposit()
-        assignment = self._assign(record)
+        try:
+            assignment = self._assign(record)
+        except TargetsOutOfReach:
+            self._end(record, REFUSED)
+            return
         if assignment is None:
             self._end(record, NO_REPLICA)
             return
@@ -149,6 +161,10 @@ class Replay:
         began_s = time.thread_time()
         try:
             assignment = self._router.assign(record.query, record.tried, self._events.now_s)
+        except TargetsOutOfReach:
+            if record.attempts:
+                return None
+            raise
         except NoReplica:
             return None
         self._decisions_s.append(time.thread_time() - began_s)
@@ -297,3 +313,7 @@ class Replay:
             self._end_replica(replica)
         replica.start()
         self._watch.started(replica)
+
+
+def _header(milliseconds: float) -> bytes:
+    return b"%.3f" % milliseconds

@@ -27,10 +27,16 @@ def _prediction(figures: Figures) -> str:
     return f"{prediction.bias:+.0%} / {prediction.median_ape:.1%} / {prediction.p90_ape:.0%}"
 
 
+def _goodput(figures: Figures) -> str:
+    by_slo = " / ".join(f"{each.share:.1%}" for each in figures.goodput_by_slo)
+    return f"{figures.goodput.share:.1%}" + (f" ({by_slo})" if by_slo else "")
+
+
 _COLUMNS: Sequence[Column] = (
     ("policy", lambda f: f.policy),
     ("requests", lambda f: f"{f.requests:,}"),
     ("errors", lambda f: f"{f.errors:,}"),
+    ("refused", lambda f: f"{f.refused:,}"),
     ("TTFT mean ms", lambda f: _ms(f.ttft_ms.mean)),
     ("p50", lambda f: _ms(f.ttft_ms.p50)),
     ("p90", lambda f: _ms(f.ttft_ms.p90)),
@@ -41,7 +47,7 @@ _COLUMNS: Sequence[Column] = (
     ("hit rate", lambda f: f"{f.token_hit_rate:.3f}"),
     ("expected", lambda f: f"{f.expected_hit_rate:.3f}"),
     ("output tok/s", lambda f: f"{f.output_tokens_per_s:,.0f}"),
-    ("in SLO", lambda f: f"{f.goodput.share:.1%}"),
+    ("in SLO", _goodput),
     ("skew", lambda f: f"{f.load_skew:.2f}"),
     ("preempted", lambda f: f"{f.preemptions:,}"),
     ("prediction", _prediction),

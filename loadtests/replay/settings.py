@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gateway.config import Retries
 from gateway.estimator.roofline import StepCost
@@ -45,6 +46,14 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True)
+class Slo:
+    """What a good request keeps; the defaults are those of MLPerf Inference for Llama 3.1 8B, server scenario."""
+
+    ttft_ms: float = 2000.0
+    tpot_ms: float = 100.0
+
+
+@dataclass(frozen=True, slots=True)
 class ReplaySettings:
     """Everything but workload and policy.
 
@@ -61,6 +70,8 @@ class ReplaySettings:
         health_interval_s: between two health probes of a replica.
         health_fall: refused probes in a row that take a replica down.
         retries: as in the gateway's configuration.
+        slos: what sessions ask for, in turn.
+        slo_routing: the gateway is told what they ask for, and serves or refuses what no replica can keep; or is not.
     """
 
     replicas: Sequence[ReplicaModel]
@@ -75,3 +86,5 @@ class ReplaySettings:
     health_interval_s: float = 2.0
     health_fall: int = 2
     retries: Retries = field(default_factory=Retries)
+    slos: Sequence[Slo] = (Slo(),)
+    slo_routing: Literal["off", "serve", "refuse"] = "off"

@@ -17,6 +17,7 @@ from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Fleet
 from gateway.replicas.spec import ReplicaSpec
 from gateway.routing.router import Router
+from gateway.routing.slo import ModelTargets, SloRules
 from loadtests.replay.events import Events
 from loadtests.replay.settings import ReplaySettings
 from loadtests.workloads.prompt import Prompt
@@ -103,6 +104,7 @@ def wire(settings: ReplaySettings, policy: Policy, events: Events) -> GatewayPar
         policy,
         schedule,
     )
+    router.slo.use(SloRules(ModelTargets(refuse=settings.slo_routing == "refuse")))
     for replica in fleet.replicas.values():
         fleet.set_up(replica, True)
     retries = settings.retries

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from gateway.estimator.roofline import StepCost
 from loadtests.bench_summary import Distribution
 from loadtests.engine import EngineLimits, EngineRequest
-from loadtests.replay.figures import Slo, figures, weighted_distribution
+from loadtests.replay.figures import figures, weighted_distribution
 from loadtests.replay.record import TokenGaps
 from loadtests.replay.replay import Replay, ReplayResult
-from loadtests.replay.settings import ReplaySettings, ReplicaModel
+from loadtests.replay.settings import ReplaySettings, ReplicaModel, Slo
 from loadtests.workloads.prompt import Part, Prompt
 from loadtests.workloads.types import Load, Session, Stage, Turn
 from policies.catalog import make_policy
