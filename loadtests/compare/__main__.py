@@ -21,8 +21,6 @@ from loadtests.compare.scenarios import SCENARIOS
 from loadtests.compare.targets import verdicts
 from loadtests.compare.verdict import Verdict, missed
 
-_OF_ONE_RUN = frozenset({"--cache", "--fresh", "--markdown", "--json", "--processes", "--no-run"})
-
 
 def _words(text: str | None) -> list[str] | None:
     return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
@@ -101,7 +99,8 @@ def main(
     if (versions := sources(known)) > 1:
         warnings.append(f"The cells of {OURS} come from {versions} versions of the code.")
     if markdown_path is not None:
-        command = "python -m loadtests.compare " + _command(sys.argv[1:])
+        name = trace.name if trace is not None else None
+        command = _command(trace=name, sets=groups, scenarios=names, policies=policies, seeds=seeds)
         markdown_path.write_text(to_markdown(results, scenarios, found, warnings, command), encoding="utf-8")
     if json_path is not None:
         json_path.write_bytes(to_json(found, known))
@@ -124,20 +123,10 @@ def show(found: Sequence[Verdict], warnings: Sequence[str]) -> None:
         console.print(warning)
 
 
-def _command(arguments: Sequence[str]) -> str:
-    """The arguments without the paths and names that belong to one machine or one run."""
-    kept = []
-    skip = False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument in _OF_ONE_RUN:
-            skip = argument != "--no-run"
-        elif argument.endswith(".jsonl"):
-            kept.append(Path(argument).name)
-        else:
-            kept.append(argument)
-    return " ".join([*kept, "--cache DIR"])
+def _command(**options: str | None) -> str:
+    """The command that made a report, without the paths of one machine."""
+    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    return " ".join(["python -m loadtests.compare", *words, "--cache DIR --markdown OUT"])
 
 
 if __name__ == "__main__":

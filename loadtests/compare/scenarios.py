@@ -102,7 +102,7 @@ FAULTS = [
             _params(workload),
             speed=speed,
             policies=(_BASELINE, OURS),
-            restarts=("3@60",),
+            restarts=("3@30",),
         ),
     )
 ]

@@ -1,0 +1,136 @@
+"""Cells: what tells two of them apart, what the cache keeps, and that the same cell gives the same bytes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+from click.testing import CliRunner
+
+from loadtests.compare.__main__ import main
+from loadtests.compare.cache import Cache, key
+from loadtests.compare.capacity import sustained_speed
+from loadtests.compare.cell import Cell, run_cell
+from loadtests.compare.describe import describe
+from loadtests.compare.run import cells_of, run_all
+from loadtests.compare.scenario import OURS, PEERS, TRACE, Group, Scenario
+from loadtests.compare.scenarios import SCENARIOS
+from loadtests.replay.options import FleetOptions
+from policies.catalog import POLICIES
+
+TINY = Scenario(
+    "tiny", Group.WORKLOADS, "no-reuse", ("requests=40",), FleetOptions(replicas=2), policies=("random", OURS)
+)
+
+
+def test_every_policy_is_either_ours_or_a_peer() -> None:
+    assert sorted([*PEERS, OURS]) == sorted(POLICIES)
+
+
+def test_scenarios_have_names_of_their_own() -> None:
+    names = [scenario.name for scenario in SCENARIOS]
+    assert len(names) == len(set(names))
+    assert {scenario.group for scenario in SCENARIOS} == set(Group)
+
+
+def test_the_key_depends_on_what_changes_the_result_and_on_nothing_else() -> None:
+    cell = Cell(TINY, "random", 1)
+    others = [
+        Cell(replace(TINY, speed=2.0), "random", 1),
+        Cell(replace(TINY, params=("requests=41",)), "random", 1),
+        Cell(replace(TINY, fleet=FleetOptions(replicas=3)), "random", 1),
+        Cell(replace(TINY, kv_events=True), "random", 1),
+        Cell(TINY, "kv_cost", 1),
+        Cell(TINY, "kv_cost:temperature=1", 1),
+        Cell(TINY, "random", 2),
+    ]
+    keys = {key(other, "") for other in others}
+    assert len(keys) == len(others)
+    assert key(cell, "") not in keys
+    assert key(cell, "") == key(cell, "other trace")
+    assert key(Cell(replace(TINY, policies=()), "random", 1), "") == key(cell, "")
+    traced = Cell(replace(TINY, workload=TRACE), "random", 1)
+    assert key(traced, "one") != key(traced, "other")
+
+
+def test_cells_come_seed_by_seed() -> None:
+    one_seed = replace(TINY, name="own", policies=("random",), seeds=(7,))
+    cells = cells_of([TINY, one_seed], [1, 2])
+    assert [(cell.scenario.name, cell.policy, cell.seed) for cell in cells] == [
+        ("tiny", "random", 1),
+        ("tiny", OURS, 1),
+        ("own", "random", 7),
+        ("tiny", "random", 2),
+        ("tiny", OURS, 2),
+    ]
+    assert [cell.policy for cell in cells_of([TINY], [1], ["random"])] == ["random"]
+
+
+@pytest.mark.parametrize("policy", ["random", OURS, "min_ttft"])
+def test_a_cell_is_the_same_every_time(policy: str) -> None:
+    cell = Cell(TINY, policy, 3)
+    assert orjson.dumps(run_cell(cell, None)) == orjson.dumps(run_cell(cell, None))
+    assert run_cell(cell, None) != run_cell(Cell(TINY, policy, 4), None)
+
+
+def test_a_stored_cell_is_not_run_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, None)
+    cells = cells_of([TINY], [1])
+    seen: list[Cell] = []
+    run_all(cells, cache, None, 1, seen.append)
+    assert seen == cells
+    content = cache.load(cells[0])
+    assert content is not None
+    cache.store(cells[0], {**content, "mark": True})
+    cache.drop(cells[1])
+    assert cache.load(cells[1]) is None
+    run_all(cells, cache, None, 1, seen.append)
+    assert cache.load(cells[0]) == {**content, "mark": True}
+    assert cache.load(cells[1]) is not None
+    assert len(seen) == 2 * len(cells)
+
+
+def test_processes_do_not_change_the_cells(tmp_path: Path) -> None:
+    cells = cells_of([TINY], [1])
+    for processes in (1, 2):
+        run_all(cells, Cache(tmp_path / str(processes), None), None, processes, lambda cell: None)
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("1", "2"))
+    assert one == two
+
+
+def test_peers_have_one_set_of_constants_and_we_have_the_truth() -> None:
+    mixed = replace(TINY, fleet=FleetOptions(replicas=2, hardware="h100-sxm,l40s"), peers_assume="h100-sxm")
+    assert [engine.hardware for engine in mixed.settings("min_ttft", 1).replicas] == ["h100-sxm", "h100-sxm"]
+    ours = mixed.settings(OURS, 1).replicas
+    assert [engine.hardware for engine in ours] == ["h100-sxm", "l40s"]
+    # The engines themselves are what they are.
+    assert [engine.cost for engine in mixed.settings("min_ttft", 1).replicas] == [engine.cost for engine in ours]
+    assert mixed.settings(f"{OURS}:prefill_price=2", 1).replicas == ours
+
+
+def test_a_trace_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="trace"):
+        run_cell(Cell(replace(TINY, workload=TRACE, params=()), "random", 1), None)
+
+
+def test_a_scenario_in_words() -> None:
+    faulty = replace(TINY, kv_events=True, kv_events_lost=0.2, restarts=("3@30",), speed=1.5)
+    text = describe(faulty)
+    assert "no-reuse (requests=40) at 1.5 x" in text
+    assert "replicas 2" in text
+    assert "20 % are lost" in text
+    assert "Replica 3 is restarted at 30 s." in text
+
+
+def test_the_sustained_speed_is_found_by_bisection() -> None:
+    assert sustained_speed(lambda speed: 1.0 if speed <= 1.7 else 0.5, 0.5, 8.0) == pytest.approx(1.7, rel=0.05)
+    assert sustained_speed(lambda speed: 1.0 if speed <= 0.2 else 0.5, 0.5, 8.0) == pytest.approx(0.2, rel=0.05)
+
+
+def test_the_command_reports_without_running(tmp_path: Path) -> None:
+    markdown, report = tmp_path / "out.md", tmp_path / "out.json"
+    paths = ["--cache", str(tmp_path / "cells"), "--markdown", str(markdown), "--json", str(report)]
+    result = CliRunner().invoke(main, [*paths, "--sets", "ladder", "--no-run"])
+    assert result.exit_code == 0, result.output
+    assert "python -m loadtests.compare --sets ladder --seeds 1,2,3 --cache DIR" in markdown.read_text(encoding="utf-8")
+    assert {verdict["met"] for verdict in orjson.loads(report.read_bytes())["verdicts"]} == {None}
