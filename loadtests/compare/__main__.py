@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from loadtests.compare import unloaded
 from loadtests.compare.cache import Cache
 from loadtests.compare.cell import Cell
 from loadtests.compare.oracle import BOUNDS
@@ -31,7 +32,7 @@ def _words(text: str | None) -> list[str] | None:
 @click.option("--cache", "cache_path", type=click.Path(file_okay=False, path_type=Path), required=True)
 @click.option("--sets", "groups", help=f"Of {', '.join(Group)}.  [default: all]")
 @click.option("--scenarios", "names", help="Only these.")
-@click.option("--policies", help="Only these; a bound or options (name:option=value) are added to each scenario.")
+@click.option("--policies", help="Only these; names with options (name:option=value) come in addition.")
 @click.option("--seeds", default="1,2,3", show_default=True)
 @click.option("--fresh", default="", help="Policies whose cells are dropped from the cache first; `all` for all.")
 @click.option("--no-run", is_flag=True, help="Report what the cache has.")
@@ -93,7 +94,7 @@ def main(
             except (ValueError, OSError) as error:
                 raise click.ClickException(str(error)) from error
     known = [content for cell in cells if (content := cache.load(cell)) is not None]
-    results = Results(known, BOUNDS)
+    results = Results(known, (*BOUNDS, unloaded.NAME))
     found = verdicts(results, scenarios)
     warnings = []
     if (versions := sources(known)) > 1:

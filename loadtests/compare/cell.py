@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.bench_summary import TtftPrediction
+from loadtests.compare import unloaded
 from loadtests.compare.oracle import make_any_policy
 from loadtests.compare.scenario import TRACE, Scenario
 from loadtests.replay.figures import figures
@@ -54,19 +55,17 @@ def run_cell(cell: Cell, trace: Path | None) -> dict[str, Any]:
         raise ValueError(f"scenario {scenario.name} needs a trace file")
     name = str(trace) if scenario.workload == TRACE else scenario.workload
     load = _load(name, tuple(scenario.params), 0 if scenario.workload == TRACE else cell.seed, scenario.infinite_cache)
+    settings = scenario.settings(cell.policy, cell.seed)
+    asked = {"scenario": scenario.name, "policy": cell.policy, "seed": cell.seed}
+    if cell.policy == unloaded.NAME:
+        return {**asked, "figures": unloaded.unloaded_figures(load, list(settings.replicas))}
     policy = make_any_policy(cell.policy, cell.seed)
-    replay = Replay(load, policy, scenario.settings(cell.policy, cell.seed), label=cell.policy)
+    replay = Replay(load, policy, settings, label=cell.policy)
     attach = getattr(policy, "attach", None)
     if attach is not None:
         attach(replay)
     result = replay.run()
-    return {
-        "scenario": scenario.name,
-        "policy": cell.policy,
-        "seed": cell.seed,
-        "figures": figures(result).as_json(),
-        **_extras(result, scenario),
-    }
+    return {**asked, "figures": figures(result).as_json(), **_extras(result, scenario)}
 
 
 @lru_cache(maxsize=2)

@@ -32,6 +32,8 @@ def _share(value: float) -> str:
     return f"{100.0 * value:.1f} %"
 
 
+_LEGEND = "Means over the seeds that a policy was run with. Times are simulated milliseconds."
+
 COLUMNS: Sequence[tuple[str, Metric, Callable[[float], str]]] = (
     ("TTFT mean ms", TTFT_MEAN, _ms),
     ("p50", metric("figures.ttft_ms.p50"), _ms),
@@ -62,11 +64,11 @@ def scenario_table(results: Results, scenario: Scenario) -> list[str]:
     if not rows:
         return []
     lines = [
-        f"| policy | {' | '.join(heading for heading, _, _ in COLUMNS)} |",
-        f"|---|{'---:|' * len(COLUMNS)}",
+        f"| policy | seeds | {' | '.join(heading for heading, _, _ in COLUMNS)} |",
+        f"|---|---:|{'---:|' * len(COLUMNS)}",
     ]
     for _, policy in sorted(rows):
-        cells = []
+        cells = [str(len(results.by_seed(name, policy, TTFT_MEAN)))]
         for _, figure, write in COLUMNS:
             value = results.mean(name, policy, figure)
             cells.append("-" if value is None else write(value))
@@ -112,12 +114,17 @@ def to_markdown(
     for warning in warnings:
         lines += [f"**{warning}**", ""]
     lines += verdict_table(verdicts)
-    lines += ["", "## Figures", "", "Means over the seeds. Times are simulated milliseconds.", ""]
+    lines += [
+        "",
+        "## Figures",
+        "",
+        _LEGEND,
+        "",
+    ]
     for scenario in scenarios:
         table = scenario_table(results, scenario)
         if table:
-            seeds = ", ".join(map(str, results.seeds(scenario.name)))
-            lines += [f"### {scenario.name}", "", f"{describe(scenario)} Seeds {seeds}.", "", *table, ""]
+            lines += [f"### {scenario.name}", "", describe(scenario), "", *table, ""]
     return "\n".join(lines)
 
 

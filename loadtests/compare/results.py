@@ -19,7 +19,7 @@ def metric(path: str) -> Metric:
         for name in names:
             if value is None:
                 return None
-            value = value[name]
+            value = value.get(name)
         return None if value is None else float(value)
 
     return read
@@ -40,11 +40,7 @@ BLOCK_HIT_RATE = metric("block_hit_rate")
 
 
 class Results:
-    """Cells by scenario, policy and seed.
-
-    Means are over the seeds that every policy of the scenario has, so that a policy whose other seeds have not been run
-    yet is not compared on another load.
-    """
+    """Cells by scenario, policy and seed."""
 
     def __init__(self, cells: Iterable[Mapping[str, Any]], bounds: Iterable[str] = ()) -> None:
         """Sort the cells.
@@ -53,56 +49,49 @@ class Results:
             cells: as `run_cell` makes them.
             bounds: policies that are no peers: they know what no gateway can.
         """
-        self._cells: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+        self._cells: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {}
         for cell in cells:
-            self._cells[cell["scenario"]][cell["policy"]][cell["seed"]] = cell
+            policies = self._cells.setdefault(cell["scenario"], defaultdict(dict))
+            policies[cell["policy"]][cell["seed"]] = cell
         self._bounds = frozenset(bounds)
 
     def policies(self, scenario: str) -> list[str]:
         """Policies that have been run on a scenario."""
-        return list(self._cells[scenario]) if scenario in self._cells else []
+        return list(self._cells.get(scenario, ()))
 
     def peers(self, scenario: str) -> list[str]:
-        """Those of them that are neither ours nor bounds. Options of a policy make it a bound: nobody ships them."""
+        """Those of them that are neither ours nor bounds, and as they are shipped: without options."""
         return [
             policy
             for policy in self.policies(scenario)
             if policy != OURS and policy not in self._bounds and ":" not in policy
         ]
 
-    def seeds(self, scenario: str) -> list[int]:
-        """Seeds that every peer and ours have been run with."""
-        compared = [*self.peers(scenario), OURS] if OURS in self.policies(scenario) else self.peers(scenario)
-        sets = [set(self._cells[scenario][policy]) for policy in compared]
-        return sorted(set.intersection(*sets)) if sets else []
-
-    def cells(self, scenario: str, policy: str) -> list[Mapping[str, Any]]:
-        """Cells of a policy, by seed."""
-        by_seed = self._cells[scenario][policy] if policy in self.policies(scenario) else {}
-        return [by_seed[seed] for seed in self.seeds(scenario) if seed in by_seed]
-
-    def by_seed(self, scenario: str, policy: str, figure: Metric) -> list[float]:
-        """A figure of each cell; empty if one has none."""
-        values = [figure(cell) for cell in self.cells(scenario, policy)]
-        known = [value for value in values if value is not None]
-        return known if len(known) == len(values) else []
+    def by_seed(self, scenario: str, policy: str, figure: Metric) -> dict[int, float]:
+        """A figure of each cell of a policy that has it, by seed."""
+        cells = self._cells.get(scenario, {}).get(policy, {})
+        return {seed: value for seed in sorted(cells) if (value := figure(cells[seed])) is not None}
 
     def mean(self, scenario: str, policy: str, figure: Metric) -> float | None:
-        """Mean of a figure over the seeds; None if it is not there."""
-        values = self.by_seed(scenario, policy, figure)
+        """Mean of a figure over the seeds; None if there is none."""
+        values = self.by_seed(scenario, policy, figure).values()
         return sum(values) / len(values) if values else None
 
-    def best_peer(self, scenario: str, figure: Metric, peers: Iterable[str] | None = None) -> str | None:
-        """The peer with the least mean of a figure; None without any.
+    def ratios(self, scenario: str, figure: Metric, peer: str) -> tuple[float, list[float]] | None:
+        """Ours over a peer's, on the seeds that both were run with: loads of other seeds are other loads.
 
         Args:
             scenario: where.
-            figure: of what; negate it for figures of which more is better.
-            peers: only these.
+            figure: of what.
+            peer: the policy below the line.
+
+        Returns:
+            The ratio of the means over the seeds, and the ratio of each seed; None without a seed in common, or if the
+            peer's figure is zero.
         """
-        means = {
-            peer: mean
-            for peer in (self.peers(scenario) if peers is None else peers)
-            if (mean := self.mean(scenario, peer, figure)) is not None
-        }
-        return min(means, key=means.__getitem__, default=None)
+        ours, theirs = self.by_seed(scenario, OURS, figure), self.by_seed(scenario, peer, figure)
+        seeds = [seed for seed in ours if seed in theirs]
+        if not seeds or min(theirs[seed] for seed in seeds) <= 0.0:
+            return None
+        ratio = sum(ours[seed] for seed in seeds) / sum(theirs[seed] for seed in seeds)
+        return ratio, [ours[seed] / theirs[seed] for seed in seeds]

@@ -8,6 +8,7 @@ from typing import Any
 
 from loadtests.compare.cache import Cache, source_digest
 from loadtests.compare.cell import Cell, run_cell
+from loadtests.compare.oracle import BOUNDS
 from loadtests.compare.scenario import Scenario
 
 
@@ -17,7 +18,7 @@ def cells_of(scenarios: Sequence[Scenario], seeds: Sequence[int], policies: Sequ
     Args:
         scenarios: rows.
         seeds: for scenarios without their own.
-        policies: only these; all of the scenario's if None.
+        policies: only these of the scenario's, and those with options; all of the scenario's if None.
     """
     cells: dict[Cell, None] = {}
     most = max((len(scenario.seeds or seeds) for scenario in scenarios), default=0)
@@ -25,10 +26,15 @@ def cells_of(scenarios: Sequence[Scenario], seeds: Sequence[int], policies: Sequ
         for scenario in scenarios:
             own = scenario.seeds or seeds
             if turn < len(own):
-                for policy in scenario.policies:
-                    if policies is None or policy in policies:
-                        cells[Cell(scenario, policy, own[turn])] = None
+                for policy in _chosen(scenario, policies):
+                    cells[Cell(scenario, policy, own[turn])] = None
     return list(cells)
+
+
+def _chosen(scenario: Scenario, policies: Sequence[str] | None) -> list[str]:
+    if policies is None:
+        return list(scenario.policies)
+    return [policy for policy in policies if policy in scenario.policies or ":" in policy or policy in BOUNDS]
 
 
 def run_all(

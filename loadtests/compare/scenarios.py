@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from loadtests.compare.scenario import OURS, TRACE, Group, Scenario
 from loadtests.replay.options import FleetOptions
 
-PARAMS: Mapping[str, Sequence[str]] = {"chat": ("sessions=2500",)}
-"""Parameters other than the catalogue's. Conversations last two minutes: with only 1,000 of them the fleet would
-never see as many at a time as their rate implies."""
+PARAMS: Mapping[str, Sequence[str]] = {"chat": ("sessions=2000", "turns=5", "think_s=2")}
+"""Parameters other than the catalogue's: with fewer people who think longer the fleet idles at any rate of arrival."""
 
 SUSTAINED_SPEED: Mapping[str, float] = {
     "shared-prefixes": 1.04,
+    "chat": 4.0,
     "agent-loops": 0.38,
     "document-questions": 0.58,
     "no-reuse": 1.45,
@@ -24,7 +24,8 @@ SUSTAINED_SPEED: Mapping[str, float] = {
     "mixed-lengths": 0.96,
     "bursts": 2.65,
 }
-"""By workload, relative to the rate of the catalogue, seed 1."""
+"""By workload, relative to the rate of the catalogue, seed 1. Chat keeps the SLO at any speed up to 8, because people
+wait for their answers; at 4 all of them have come within 42 s."""
 
 USUAL_SHARE, HIGH_SHARE = 0.65, 1.0
 
@@ -74,17 +75,19 @@ MIXED = [
             _speed(workload, USUAL_SHARE * _MIXED_SHARE),
             peers_assume="h100-sxm",
         )
-        for workload in SUSTAINED_SPEED
+        for workload in ("chat", "shared-prefixes", "no-reuse", "mixed-lengths")
     ),
 ]
 
-_FAULTY = [("trace", TRACE, 2.0), *((name, name, _speed(name, USUAL_SHARE)) for name in SUSTAINED_SPEED)]
+_FAULTY = [
+    ("trace", TRACE, 2.0),
+    *((name, name, _speed(name, USUAL_SHARE)) for name in ("shared-prefixes", "agent-loops", "no-reuse")),
+]
 
 FAULTS = [
     scenario
     for name, workload, speed in _FAULTY
     for scenario in (
-        Scenario(f"stale-{name}", Group.FAULTS, workload, _params(workload), speed=speed, policies=(_BASELINE, OURS)),
         Scenario(
             f"lost-{name}",
             Group.FAULTS,
@@ -106,6 +109,7 @@ FAULTS = [
         ),
     )
 ]
+"""Metrics are a second old in all scenarios, these included."""
 
 _WRONG_CONSTANTS: Mapping[str, str] = {
     "all-x1.3": "scale=1.3",
@@ -124,7 +128,11 @@ WRONG = [
     Scenario(f"{name}-{what}", Group.WRONG, workload, fleet=fleet, policies=(OURS,))
     for name, workload, preset in (("trace-8b-1x", TRACE, None), ("ladder-73", "b2b-saas", "b2b-saas"))
     for what, fleet in (
-        *((what, FleetOptions(preset=preset, predictor_cost=words)) for what, words in _WRONG_CONSTANTS.items()),
+        *(
+            (what, FleetOptions(preset=preset, predictor_cost=words))
+            for what, words in _WRONG_CONSTANTS.items()
+            if workload == TRACE or what.startswith(("all", "prefill"))
+        ),
         ("unknown", FleetOptions(preset=preset, predictor_unknown=True)),
     )
 ]
@@ -137,7 +145,7 @@ FACTS = [
         fleet=FleetOptions(replicas=replicas),
         policies=("random",),
         infinite_cache=True,
-        seeds=(1,) if replicas == 1 else tuple(range(1, 11)),
+        seeds=(1,) if replicas == 1 else tuple(range(1, 6)),
     )
     for replicas in (1, 4, 8, 16)
 ]

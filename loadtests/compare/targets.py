@@ -1,11 +1,12 @@
 """The targets of the default policy, applied to results.
 
-All comparisons are of means over the seeds; the worst seed stands beside. "Best peer" is the peer whose mean over the
-seeds is best on that scenario and that figure, whichever it is: the targets are against all of them at once.
+All comparisons are of means over the seeds that both have; the worst seed stands beside. "Best peer" is the one that
+ours looks worst beside on that scenario and that figure, whichever it is: the targets are against all of them at once.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from loadtests.compare.results import (
     BLOCK_HIT_RATE,
@@ -26,26 +27,20 @@ from loadtests.compare.scenario import OURS, Group, Scenario
 from loadtests.compare.verdict import Verdict
 
 _BASELINE = "least_outstanding"
+_NEAR = 1.1
+"""Tails are compared with peers within this of the least mean TTFT."""
 _INFINITE_CACHE_TOKENS, _INFINITE_CACHE_BLOCKS = 0.3736, 0.3664
 _RANDOM_BLOCKS = {4: 0.1893, 8: 0.1318, 16: 0.0932}
 """Of the Mooncake conversation trace: hit rates of one infinite cache, and of N behind random routing."""
 
 
-def ratio_to(
-    results: Results, scenario: str, figure: Metric, peer: str | None, *, at_least: bool = False
-) -> tuple[float | None, float | None]:
-    """Ours over a peer's: the ratio of the means over the seeds, and of the worst seed."""
-    ours = results.by_seed(scenario, OURS, figure)
-    theirs = results.by_seed(scenario, peer, figure) if peer is not None else []
-    if not ours or len(ours) != len(theirs) or min(theirs) <= 0.0:
-        return None, None
-    ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
-    worst = min(ratios) if at_least else max(ratios)
-    return sum(ours) / sum(theirs), worst
-
-
-def _negated(figure: Metric) -> Metric:
-    return lambda cell: None if (value := figure(cell)) is None else -value
+def _against(
+    results: Results, scenario: str, target: str, figure: Metric, limit: float, peer: str, *, at_least: bool = False
+) -> Verdict:
+    compared = results.ratios(scenario, figure, peer)
+    ratio, seeds = compared if compared is not None else (None, [])
+    worst = (min if at_least else max)(seeds, default=None)
+    return Verdict(scenario, target, limit, ratio, at_least, worst)
 
 
 def _against_best(
@@ -58,18 +53,24 @@ def _against_best(
     peers: Sequence[str] | None = None,
     at_least: bool = False,
 ) -> Verdict:
-    best = results.best_peer(scenario, _negated(figure) if at_least else figure, peers)
-    ratio, worst = ratio_to(results, scenario, figure, best, at_least=at_least)
-    sign = ">=" if at_least else "<="
-    return Verdict(
-        scenario, f"{what} {sign} {limit:g} x the best peer's", limit, ratio, at_least, worst, f"best: {best}"
-    )
+    """Against the peer that ours looks worst beside."""
+    target = f"{what} {'>=' if at_least else '<='} {limit:g} x the best peer's"
+    lines = [
+        (_against(results, scenario, target, figure, limit, peer, at_least=at_least), peer)
+        for peer in (results.peers(scenario) if peers is None else peers)
+    ]
+    known = [(verdict.measured, peer, verdict) for verdict, peer in lines if verdict.measured is not None]
+    if not known:
+        return Verdict(scenario, target, limit, None, at_least)
+    _, best, verdict = (min if at_least else max)(known, key=lambda line: line[0])
+    seeds = len(results.by_seed(scenario, best, figure).keys() & results.by_seed(scenario, OURS, figure).keys())
+    return replace(verdict, note=f"best: {best}, seeds: {seeds}")
 
 
 def _absolute(
     results: Results, scenario: str, what: str, figure: Metric, limit: float, *, at_least: bool = False
 ) -> Verdict:
-    values = results.by_seed(scenario, OURS, figure)
+    values = results.by_seed(scenario, OURS, figure).values()
     measured = sum(values) / len(values) if values else None
     worst = (min if at_least else max)(values, default=None)
     return Verdict(scenario, f"{what} {'>=' if at_least else '<='} {limit:g}", limit, measured, at_least, worst)
@@ -96,15 +97,8 @@ def ladder(results: Results, scenario: Scenario) -> list[Verdict]:
 def trace(results: Results, scenario: Scenario) -> list[Verdict]:
     """Mean TTFT within 1 % of the best peer's; p99 within 2 % of the best among peers near it in the mean."""
     name = scenario.name
-    best = results.best_peer(name, TTFT_MEAN)
-    best_mean = results.mean(name, best, TTFT_MEAN) if best is not None else None
-    near = [
-        peer
-        for peer in results.peers(name)
-        if best_mean is not None
-        and (mean := results.mean(name, peer, TTFT_MEAN)) is not None
-        and mean <= 1.1 * best_mean
-    ]
+    means = {peer: mean for peer in results.peers(name) if (mean := results.mean(name, peer, TTFT_MEAN)) is not None}
+    near = [peer for peer, mean in means.items() if mean <= _NEAR * min(means.values())]
     return [
         _against_best(results, name, "mean TTFT", TTFT_MEAN, 1.01),
         _against_best(results, name, "p99 TTFT", TTFT_P99, 1.02, peers=near),
@@ -118,8 +112,7 @@ def workload(results: Results, scenario: Scenario) -> list[Verdict]:
     name = scenario.name
     verdicts = [_against_best(results, name, "mean TTFT", TTFT_MEAN, 1.02)]
     if scenario.workload == "no-reuse":
-        ratio, worst = ratio_to(results, name, TTFT_MEAN, _BASELINE)
-        verdicts.append(Verdict(name, f"mean TTFT <= 1 x {_BASELINE}'s", 1.0, ratio, worst_seed=worst))
+        verdicts.append(_against(results, name, f"mean TTFT <= 1 x {_BASELINE}'s", TTFT_MEAN, 1.0, _BASELINE))
     if scenario.workload == "viral-prefix":
         verdicts.append(_absolute(results, name, "most / mean requests per replica", LOAD_SKEW, 1.25))
     return verdicts
@@ -132,8 +125,7 @@ def mixed(results: Results, scenario: Scenario) -> list[Verdict]:
 
 def faults(results: Results, scenario: Scenario) -> list[Verdict]:
     """Never worse than least_outstanding by more than 5 %."""
-    ratio, worst = ratio_to(results, scenario.name, TTFT_MEAN, _BASELINE)
-    return [Verdict(scenario.name, f"mean TTFT <= 1.05 x {_BASELINE}'s", 1.05, ratio, worst_seed=worst)]
+    return [_against(results, scenario.name, f"mean TTFT <= 1.05 x {_BASELINE}'s", TTFT_MEAN, 1.05, _BASELINE)]
 
 
 def wrong(results: Results, scenario: Scenario) -> list[Verdict]:
@@ -156,45 +148,60 @@ def facts(results: Results, scenario: Scenario) -> list[Verdict]:
     for what, figure, value in expected:
         mean = results.mean(name, policy, figure)
         off = None if mean is None else abs(mean / value - 1.0)
-        note = "" if mean is None else f"{mean:.4f} over {len(results.seeds(name))} seeds"
+        note = "" if mean is None else f"{mean:.4f} over {len(results.by_seed(name, policy, figure))} seeds"
         verdicts.append(Verdict(name, f"{what} within 1 % of {value}", 0.01, off, note=note))
     return verdicts
 
 
-def over_all(results: Results, scenarios: Iterable[Scenario]) -> list[Verdict]:
-    """Geometric means over all workloads, against the best single peer.
-
-    A peer counts if it was run wherever ours was.
-    """
+def over_all(results: Results, scenarios: Sequence[Scenario]) -> list[Verdict]:
+    """Geometric means over all workloads against the best single peer, one that was run wherever ours was."""
     names = [scenario.name for scenario in scenarios if results.mean(scenario.name, OURS, TTFT_MEAN) is not None]
+    peers = sorted({peer for name in names for peer in results.peers(name)})
     verdicts = []
     for what, figure, limit in (("mean TTFT", TTFT_MEAN, 0.85), ("p99 TTFT", TTFT_P99, 0.95)):
-        ours = geometric_mean(results, names, OURS, figure)
-        peers = {peer for name in names for peer in results.peers(name)}
-        theirs = {
-            peer: mean for peer in sorted(peers) if (mean := geometric_mean(results, names, peer, figure)) is not None
+        ratios = {
+            peer: ratio
+            for peer in peers
+            if (ratio := geometric_mean_of_ratios(results, names, figure, peer)) is not None
         }
-        best = min(theirs, key=theirs.__getitem__, default=None)
-        ratio = None if ours is None or best is None else ours / theirs[best]
+        best = max(ratios, key=ratios.__getitem__, default=None)
         verdicts.append(
             Verdict(
                 "all workloads",
                 f"geometric mean of {what} <= {limit:g} x the best single peer's",
                 limit,
-                ratio,
+                None if best is None else ratios[best],
                 note=f"best: {best}, {len(names)} scenarios",
             )
         )
     return verdicts
 
 
-def geometric_mean(results: Results, names: Sequence[str], policy: str, figure: Metric) -> float | None:
-    """Geometric mean over scenarios of the means over seeds; None unless all are there and positive."""
-    values = [results.mean(name, policy, figure) for name in names]
-    known = [value for value in values if value is not None and value > 0.0]
-    if not values or len(known) < len(values):
+def geometric_mean_of_ratios(results: Results, names: Sequence[str], figure: Metric, peer: str) -> float | None:
+    """Geometric mean over scenarios of ours over a peer's, which is the ratio of the geometric means.
+
+    None unless the peer was run on all of them.
+    """
+    compared = [results.ratios(name, figure, peer) for name in names]
+    ratios = [ratio for each in compared if each is not None and (ratio := each[0]) > 0.0]
+    if not names or len(ratios) < len(names):
         return None
-    return math.exp(sum(math.log(value) for value in known) / len(known))
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def stale(results: Results, scenarios: Sequence[Scenario]) -> Verdict:
+    """Metrics are a second old everywhere: the worst scenario beside least_outstanding."""
+    target = f"with metrics 1 s old, mean TTFT <= 1.05 x {_BASELINE}'s on every scenario"
+    lines = [
+        _against(results, scenario.name, target, TTFT_MEAN, 1.05, _BASELINE)
+        for scenario in scenarios
+        if scenario.scrape_interval_s == 1.0
+    ]
+    known = [(verdict.measured, verdict) for verdict in lines if verdict.measured is not None]
+    if not known:
+        return Verdict("all workloads", target, 1.05, None)
+    _, worst = max(known, key=lambda line: line[0])
+    return replace(worst, topic="all workloads", note=f"worst: {worst.topic}, {len(known)} scenarios")
 
 
 _TARGETS: dict[Group, Callable[[Results, Scenario], list[Verdict]]] = {
@@ -215,4 +222,4 @@ def verdicts(results: Results, scenarios: Sequence[Scenario]) -> list[Verdict]:
     """Every target, in the order of the scenarios, and those over all workloads at the end."""
     lines = [verdict for scenario in scenarios for verdict in _TARGETS[scenario.group](results, scenario)]
     together = [scenario for scenario in scenarios if scenario.group in _TOGETHER]
-    return lines + (over_all(results, together) if together else [])
+    return [*lines, *over_all(results, together), stale(results, together)] if together else lines

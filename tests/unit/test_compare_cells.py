@@ -7,6 +7,8 @@ import orjson
 import pytest
 from click.testing import CliRunner
 
+from gateway.estimator.roofline import StepCost
+from loadtests.compare import unloaded
 from loadtests.compare.__main__ import main
 from loadtests.compare.cache import Cache, key
 from loadtests.compare.capacity import sustained_speed
@@ -16,6 +18,8 @@ from loadtests.compare.run import cells_of, run_all
 from loadtests.compare.scenario import OURS, PEERS, TRACE, Group, Scenario
 from loadtests.compare.scenarios import SCENARIOS
 from loadtests.replay.options import FleetOptions
+from loadtests.workloads.prompt import Part, Prompt
+from loadtests.workloads.types import Load, Session, Stage, Turn
 from policies.catalog import POLICIES
 
 TINY = Scenario(
@@ -71,6 +75,35 @@ def test_a_cell_is_the_same_every_time(policy: str) -> None:
     cell = Cell(TINY, policy, 3)
     assert orjson.dumps(run_cell(cell, None)) == orjson.dumps(run_cell(cell, None))
     assert run_cell(cell, None) != run_cell(Cell(TINY, policy, 4), None)
+
+
+def test_no_policy_beats_the_bound() -> None:
+    bound = run_cell(Cell(TINY, unloaded.NAME, 3), None)["figures"]["ttft_ms"]
+    for policy in ("random", OURS):
+        ttft_ms = run_cell(Cell(TINY, policy, 3), None)["figures"]["ttft_ms"]
+        assert bound["mean"] < ttft_ms["mean"]
+        assert bound["p99"] < ttft_ms["p99"]
+
+
+def test_a_request_alone_computes_what_is_not_cached_in_steps_of_the_budget() -> None:
+    cost = StepCost(
+        prefill_s_per_token=0.01, attention_s_per_pair=0.0, weights_s=0.6, kv_s_per_token=1.0, overhead_s=0.1
+    )
+    # 250 tokens in steps of 100, 100 and 50; the last still reads all weights.
+    assert unloaded.alone_s(1000, 750, cost, 100) == pytest.approx(1.1 + 1.1 + 0.7)
+    assert unloaded.alone_s(1000, 999, cost, 100) == pytest.approx(0.7)
+
+
+def test_the_bound_computes_a_shared_prefix_once() -> None:
+    prefix = Prompt([Part(1, 640)])
+    turns = [Turn(prefix.extended(Part(content, 64)), 1, 100 + content) for content in (2, 3)]
+    load = Load("l", [Stage("all", [Session(float(n), (turn,)) for n, turn in enumerate(turns)])])
+    (engine, *_) = TINY.settings("random", 1).replicas
+    cost = replace(engine.cost, prefill_s_per_token=1.0, attention_s_per_pair=0.0, overhead_s=0.0)
+    first_s, second_s = unloaded.unloaded_ttfts_s(load, [replace(engine, cost=cost)])
+    assert first_s == 704.0
+    # Prefixes are compared at a grain, and the bound stays below: all but the last token may be cached.
+    assert second_s <= 64.0
 
 
 def test_a_stored_cell_is_not_run_again(tmp_path: Path) -> None:

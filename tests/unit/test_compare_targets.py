@@ -9,7 +9,7 @@ from loadtests.compare.report import sources, verdict_table
 from loadtests.compare.results import HIT_RATE, TTFT_MEAN, Results
 from loadtests.compare.scenario import OURS, Group, Scenario
 from loadtests.compare.scenarios import SCENARIOS
-from loadtests.compare.targets import geometric_mean, over_all, ratio_to, trace, verdicts, workload
+from loadtests.compare.targets import geometric_mean_of_ratios, over_all, stale, trace, verdicts, workload
 from loadtests.compare.verdict import Verdict, missed
 
 
@@ -93,18 +93,30 @@ def test_the_best_peer_is_the_best_over_the_seeds() -> None:
             cell("s", OURS, 60.0, 2),
         ]
     )
-    assert results.best_peer("s", TTFT_MEAN) == "lmetric"
-    assert ratio_to(results, "s", TTFT_MEAN, "lmetric") == (1.0, 1.2)
-    assert ratio_to(results, "s", TTFT_MEAN, "lmetric", at_least=True) == (1.0, 0.8)
+    (verdict,) = workload(results, scenario(Group.WORKLOADS))
+    assert (verdict.measured, verdict.worst_seed, verdict.met) == (1.0, 1.2, True)
+    assert verdict.note == "best: lmetric, seeds: 2"
 
 
-def test_seeds_that_not_all_have_do_not_count() -> None:
+def test_policies_are_compared_on_the_seeds_that_both_have() -> None:
     results = Results(
         [cell("s", "random", 10.0, 1), cell("s", "random", 99.0, 2), cell("s", OURS, 12.0, 1), cell("s", OURS, 1.0, 3)]
     )
-    assert results.seeds("s") == [1]
-    assert results.mean("s", "random", TTFT_MEAN) == 10.0
-    assert results.mean("s", OURS, TTFT_MEAN) == 12.0
+    assert results.ratios("s", TTFT_MEAN, "random") == (1.2, [1.2])
+    assert results.ratios("s", TTFT_MEAN, "lmetric") is None
+    assert results.mean("s", OURS, TTFT_MEAN) == 6.5
+
+
+def test_more_is_better_for_rates() -> None:
+    results = Results(
+        [
+            cell("s", "random", 1.0, rate=1000.0),
+            cell("s", "lmetric", 1.0, rate=500.0),
+            cell("s", OURS, 1.0, rate=970.0),
+        ]
+    )
+    rate = by_target(verdicts(results, [scenario(Group.LADDER)]))["output tok/s over all >= 0.98 x the best peer's"]
+    assert (rate.measured, rate.met, rate.note) == (0.97, False, "best: random, seeds: 1")
 
 
 def test_bounds_and_tuned_policies_are_no_peers() -> None:
@@ -118,7 +130,7 @@ def test_a_missed_workload_says_no() -> None:
     results = Results([cell("s", "random", 100.0), cell("s", "lmetric", 50.0), cell("s", OURS, 51.5)])
     (verdict,) = workload(results, scenario(Group.WORKLOADS))
     assert verdict.measured == pytest.approx(1.03)
-    assert (verdict.met, verdict.word, verdict.note) == (False, "NO", "best: lmetric")
+    assert (verdict.met, verdict.word, verdict.note) == (False, "NO", "best: lmetric, seeds: 1")
     table = "\n".join(verdict_table([verdict]))
     assert "0 targets are met, 1 are not" in table
     assert "| **NO** |" in table
@@ -151,8 +163,8 @@ def test_tails_are_compared_with_peers_that_are_near_in_the_mean() -> None:
     lines = by_target(trace(results, scenario(Group.TRACE)))
     ttft = lines["p99 TTFT <= 1.02 x the best peer's"]
     tpot = lines["p99 TPOT <= 1.02 x the best peer's"]
-    assert (ttft.note, ttft.met) == ("best: lmetric", True)
-    assert (tpot.note, tpot.met) == ("best: min_ttft", False)
+    assert (ttft.note, ttft.met) == ("best: lmetric, seeds: 1", True)
+    assert (tpot.note, tpot.met) == ("best: min_ttft, seeds: 1", False)
     assert tpot.measured == pytest.approx(41.0 / 40.0)
 
 
@@ -174,18 +186,19 @@ def test_geometric_means_are_against_the_best_single_peer() -> None:
         ]
     )
     rows = [Scenario("a", Group.WORKLOADS, "chat"), Scenario("b", Group.TRACE, "trace")]
-    assert geometric_mean(results, ["a", "b"], "lmetric", TTFT_MEAN) == pytest.approx(40.0)
-    assert geometric_mean(results, ["a", "b"], "kv_cost", TTFT_MEAN) == pytest.approx(30.0)
+    # Geometric means are 40 and 30; ours is 20.
+    assert geometric_mean_of_ratios(results, ["a", "b"], TTFT_MEAN, "lmetric") == pytest.approx(20.0 / 40.0)
+    assert geometric_mean_of_ratios(results, ["a", "b"], TTFT_MEAN, "kv_cost") == pytest.approx(20.0 / 30.0)
     mean, p99 = over_all(results, rows)
     assert mean.measured == pytest.approx(20.0 / 30.0)
     assert mean.note.startswith("best: kv_cost, 2 scenarios")
     assert mean.met is True
-    assert (p99.measured, p99.met) == (1.0, False)
+    assert (p99.measured, p99.met) == (pytest.approx(1.0), False)
 
 
 def test_a_peer_that_was_not_run_everywhere_has_no_geometric_mean() -> None:
     results = Results([cell("a", "lmetric", 1.0), cell("a", OURS, 1.0), cell("b", OURS, 1.0)])
-    assert geometric_mean(results, ["a", "b"], "lmetric", TTFT_MEAN) is None
+    assert geometric_mean_of_ratios(results, ["a", "b"], TTFT_MEAN, "lmetric") is None
 
 
 def mixed_up(**figures: float) -> list[Verdict]:
@@ -229,6 +242,14 @@ def test_a_fault_that_costs_more_than_five_percent_is_a_miss() -> None:
     (verdict,) = verdicts(results, [row])
     assert verdict.met is False
     assert verdict.missing_by == pytest.approx(1.06 / 1.05 - 1.0)
+
+
+def test_one_scenario_behind_least_outstanding_is_a_miss() -> None:
+    rows = [Scenario("a", Group.WORKLOADS, "chat"), Scenario("b", Group.WORKLOADS, "chat")]
+    cells = [cell("a", "least_outstanding", 100.0), cell("a", OURS, 10.0)]
+    cells += [cell("b", "least_outstanding", 100.0), cell("b", OURS, 106.0)]
+    verdict = stale(Results(cells), rows)
+    assert (verdict.measured, verdict.met, verdict.note) == (1.06, False, "worst: b, 2 scenarios")
 
 
 def test_a_mixed_fleet_is_judged_against_the_best_peer() -> None:
