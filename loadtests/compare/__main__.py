@@ -14,7 +14,7 @@ from loadtests.compare import unloaded
 from loadtests.compare.cache import Cache
 from loadtests.compare.cell import Cell
 from loadtests.compare.oracle import BOUNDS
-from loadtests.compare.report import sources, to_json, to_markdown
+from loadtests.compare.report import below_mark, sources, to_json, to_markdown
 from loadtests.compare.results import Results
 from loadtests.compare.run import cells_of, run_all
 from loadtests.compare.scenario import OURS, TRACE, Group
@@ -102,7 +102,9 @@ def main(
     if markdown_path is not None:
         name = trace.name if trace is not None else None
         command = _command(trace=name, sets=groups, scenarios=names, policies=policies, seeds=seeds)
-        markdown_path.write_text(to_markdown(results, scenarios, found, warnings, command), encoding="utf-8")
+        before = markdown_path.read_text(encoding="utf-8") if markdown_path.exists() else ""
+        generated = to_markdown(results, scenarios, found, warnings, command)
+        markdown_path.write_text(below_mark(before, generated), encoding="utf-8")
     if json_path is not None:
         json_path.write_bytes(to_json(found, known))
     show(found, warnings)

@@ -128,6 +128,15 @@ def to_markdown(
     return "\n".join(lines)
 
 
+MARK = "<!-- What follows is written by python -m loadtests.compare. -->"
+
+
+def below_mark(text: str, generated: str) -> str:
+    """A document with its generated part replaced; what stands above the mark is kept."""
+    above, mark, _ = text.partition(MARK)
+    return f"{above if mark else ''}{MARK}\n\n{generated.rstrip()}\n"
+
+
 def to_json(verdicts: Sequence[Verdict], cells: Sequence[Mapping[str, Any]]) -> bytes:
     """Verdicts and all cells; equal results give equal bytes."""
     content = {

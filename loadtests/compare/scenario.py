@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from loadtests.compare import unloaded
+from loadtests.compare import oracle, unloaded
 from loadtests.replay.options import FleetOptions, fleet, incidents
 from loadtests.replay.settings import ReplaySettings
 from policies.catalog import POLICIES
@@ -39,7 +39,7 @@ class Scenario:
         params: `name=value` words that change the workload.
         fleet: the replicas.
         speed: arrivals come this many times faster than the workload says.
-        policies: those that are run, and the bound that none of them can pass.
+        policies: those that are run, and bounds.
         peers_assume: card that the gateway is told for all replicas unless the policy is ours: peers have one set of
             constants.
         scrape_interval_s: age at which metrics are renewed.
@@ -57,7 +57,7 @@ class Scenario:
     params: Sequence[str] = ()
     fleet: FleetOptions = DEFAULT_FLEET
     speed: float = 1.0
-    policies: Sequence[str] = (*PEERS, OURS, unloaded.NAME)
+    policies: Sequence[str] = (*PEERS, OURS, unloaded.NAME, oracle.INFORMED)
     peers_assume: str | None = None
     scrape_interval_s: float = 1.0
     kv_events: bool = False

@@ -13,7 +13,7 @@ Theory of operation
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.proxy.failures import TABLE, Cause, Phase
@@ -112,6 +112,13 @@ class Replay:
         self._gaps = TokenGaps()
         self._decisions_s = array("d")
         self._requests = 0
+        self.assigning: RequestRecord
+        """The request that the policy is being asked about, for policies that are bounds and look into the replay."""
+
+    @property
+    def replicas(self) -> Sequence[SimulatedReplica]:
+        """The replicas by slot."""
+        return self._replicas
 
     def run(self) -> ReplayResult:
         """Replay the whole load."""
@@ -158,6 +165,7 @@ class Replay:
         self._attempt(record, assignment)
 
     def _assign(self, record: RequestRecord) -> Assignment | None:
+        self.assigning = record
         began_s = time.thread_time()
         try:
             assignment = self._router.assign(record.query, record.tried, self._events.now_s)

@@ -14,13 +14,17 @@ from loadtests.compare.cache import Cache, key
 from loadtests.compare.capacity import sustained_speed
 from loadtests.compare.cell import Cell, run_cell
 from loadtests.compare.describe import describe
+from loadtests.compare.oracle import Informed, common_blocks
 from loadtests.compare.run import cells_of, run_all
 from loadtests.compare.scenario import OURS, PEERS, TRACE, Group, Scenario
 from loadtests.compare.scenarios import SCENARIOS
 from loadtests.replay.options import FleetOptions
+from loadtests.replay.replay import Replay
+from loadtests.workloads.catalog import load_named
 from loadtests.workloads.prompt import Part, Prompt
 from loadtests.workloads.types import Load, Session, Stage, Turn
 from policies.catalog import POLICIES
+from policies.types import Candidates, Choice, Request
 
 TINY = Scenario(
     "tiny", Group.WORKLOADS, "no-reuse", ("requests=40",), FleetOptions(replicas=2), policies=("random", OURS)
@@ -104,6 +108,52 @@ def test_the_bound_computes_a_shared_prefix_once() -> None:
     assert first_s == 704.0
     # Prefixes are compared at a grain, and the bound stays below: all but the last token may be cached.
     assert second_s <= 64.0
+
+
+def test_a_prompt_that_is_being_computed_counts_as_cached_for_those_behind_it() -> None:
+    assert common_blocks([1, 2, 3], [1, 2, 4]) == 2
+    assert common_blocks([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert common_blocks([1, 2, 3], [9, 2, 3]) == 0
+    assert common_blocks([1, 2, 3], [9, 2, 3], 2) == 3
+    assert common_blocks([1, 2], [], 0) == 0
+    assert common_blocks([1, 2], [1, 9], 2) == 2
+
+
+class Watched(Informed):
+    """Notes what it expects of each request."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.expected_s: list[float] = []
+
+    def choose(self, request: Request, candidates: Candidates) -> Choice:
+        choice = super().choose(request, candidates)
+        replay = self._replay
+        assert replay is not None
+        turn = replay.assigning.turn
+        hashes = turn.prompt.extended(Part(turn.answer, turn.output_tokens)).names_every(16)
+        replica = replay.replicas[choice.slot]
+        hit = self._hit(replica.engine, hashes, (turn.prompt.tokens - 1) // 16)
+        self.expected_s.append(self._ttft_s(replica, request.now_s, turn.prompt.tokens, hit))
+        return choice
+
+
+@pytest.mark.parametrize("workload", ["no-reuse", "shared-prefixes", "mixed-lengths"])
+def test_the_informed_bound_knows_when_the_first_token_comes(workload: str) -> None:
+    policy = Watched(1)
+    replay = Replay(
+        load_named(workload, ("requests=300", "rate_per_s=8"), 1), policy, TINY.settings("informed_bound", 1)
+    )
+    policy.attach(replay)
+    records = replay.run().records
+    off = sorted(
+        abs(expected_s / (record.first_token_s - record.arrival_s) - 1.0)
+        for expected_s, record in zip(policy.expected_s, records, strict=True)
+        if record.first_token_s is not None
+    )
+    # Who comes later and shares the step makes the difference.
+    assert off[len(off) // 2] < 0.01
+    assert off[int(0.8 * len(off))] < 0.05
 
 
 def test_a_stored_cell_is_not_run_again(tmp_path: Path) -> None:

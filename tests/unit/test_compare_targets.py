@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.compare.report import sources, verdict_table
+from loadtests.compare.report import MARK, below_mark, sources, verdict_table
 from loadtests.compare.results import HIT_RATE, TTFT_MEAN, Results
 from loadtests.compare.scenario import OURS, Group, Scenario
 from loadtests.compare.scenarios import SCENARIOS
@@ -270,6 +270,13 @@ def test_facts_are_within_one_percent() -> None:
     )
     assert results.mean(one.name, "random", HIT_RATE) == 0.3736
     assert [verdict.met for verdict in verdicts(results, [one, eight])] == [True, False, True]
+
+
+def test_what_stands_above_the_mark_is_kept() -> None:
+    assert below_mark("", "table") == f"{MARK}\n\ntable\n"
+    first = below_mark(f"# Routing\n\n{MARK}\nold\n", "one\n\n")
+    assert first == f"# Routing\n\n{MARK}\n\none\n"
+    assert below_mark(first, "two") == f"# Routing\n\n{MARK}\n\ntwo\n"
 
 
 def test_cells_of_several_versions_are_noticed() -> None:
