@@ -2,8 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -16,7 +17,7 @@ from loadtests.compare.cell import Cell
 from loadtests.compare.oracle import BOUNDS
 from loadtests.compare.report import below_mark, sources, to_json, to_markdown
 from loadtests.compare.results import Results
-from loadtests.compare.run import cells_of, run_all
+from loadtests.compare.run import cells_of, run_all, worth_other_seeds
 from loadtests.compare.scenario import OURS, TRACE, Group
 from loadtests.compare.scenarios import SCENARIOS
 from loadtests.compare.targets import verdicts
@@ -34,6 +35,13 @@ def _words(text: str | None) -> list[str] | None:
 @click.option("--scenarios", "names", help="Only these.")
 @click.option("--policies", help="Only these; names with options (name:option=value) come in addition.")
 @click.option("--seeds", default="1,2,3", show_default=True)
+@click.option(
+    "--within",
+    type=click.FloatRange(min=1.0),
+    default=1.25,
+    show_default=True,
+    help="Other seeds than the first are run for peers whose mean TTFT is at most this many times the best one's.",
+)
 @click.option("--fresh", default="", help="Policies whose cells are dropped from the cache first; `all` for all.")
 @click.option("--no-run", is_flag=True, help="Report what the cache has.")
 @click.option(
@@ -48,6 +56,7 @@ def main(
     names: str | None,
     policies: str | None,
     seeds: str,
+    within: float,
     fresh: str,
     no_run: bool,
     markdown_path: Path | None,
@@ -69,7 +78,8 @@ def main(
         and (trace is not None or scenario.workload != TRACE)
     ]
     cache = Cache(cache_path, trace)
-    cells = cells_of(scenarios, [int(word) for word in _words(seeds) or ()], _words(policies))
+    numbers = [int(word) for word in _words(seeds) or ()]
+    cells = cells_of(scenarios, numbers, _words(policies))
     dropped = _words(fresh) or []
     for cell in cells:
         if "all" in dropped or cell.policy in dropped:
@@ -90,11 +100,17 @@ def main(
                 bars.update(task, advance=1, description=f"{cell.scenario.name} {cell.policy} seed {cell.seed}")
 
             try:
-                run_all(cells, cache, trace, processes, done)
+                first = [cell for cell in cells if cell.seed == (cell.scenario.seeds or numbers)[0]]
+                run_all(first, cache, trace, processes, done)
+                stored = [content for cell in first if (content := cache.load(cell)) is not None]
+                settled = set(first)
+                others = [cell for cell in worth_other_seeds(cells, _results(stored), within) if cell not in settled]
+                bars.update(task, total=len(first) + len(others))
+                run_all(others, cache, trace, processes, done)
             except (ValueError, OSError) as error:
                 raise click.ClickException(str(error)) from error
     known = [content for cell in cells if (content := cache.load(cell)) is not None]
-    results = Results(known, (*BOUNDS, unloaded.NAME))
+    results = _results(known)
     found = verdicts(results, scenarios)
     warnings = []
     if (versions := sources(known)) > 1:
@@ -109,6 +125,10 @@ def main(
         json_path.write_bytes(to_json(found, known))
     show(found, warnings)
     sys.exit(1 if missed(found) else 0)
+
+
+def _results(cells: Sequence[Mapping[str, Any]]) -> Results:
+    return Results(cells, (*BOUNDS, unloaded.NAME))
 
 
 def show(found: Sequence[Verdict], warnings: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from loadtests.compare.cache import Cache, source_digest
 from loadtests.compare.cell import Cell, run_cell
 from loadtests.compare.oracle import BOUNDS
+from loadtests.compare.results import TTFT_MEAN, Results
 from loadtests.compare.scenario import Scenario
 
 
@@ -29,6 +30,31 @@ def cells_of(scenarios: Sequence[Scenario], seeds: Sequence[int], policies: Sequ
                 for policy in _chosen(scenario, policies):
                     cells[Cell(scenario, policy, own[turn])] = None
     return list(cells)
+
+
+def worth_other_seeds(cells: Sequence[Cell], results: Results, within: float) -> list[Cell]:
+    """Cells but those of peers that the first seed has shown to be far behind.
+
+    Args:
+        cells: of all seeds, in the order of `cells_of`.
+        results: those of the first seeds.
+        within: peers stay whose mean TTFT is at most this many times the least one's.
+    """
+    first: dict[Scenario, int] = {}
+    for cell in cells:
+        first.setdefault(cell.scenario, cell.seed)
+    kept = []
+    for cell in cells:
+        name = cell.scenario.name
+        peers = results.peers(name)
+        if cell.seed != first[cell.scenario] and cell.policy in peers:
+            means = {peer: results.by_seed(name, peer, TTFT_MEAN).get(first[cell.scenario]) for peer in peers}
+            known = [mean for mean in means.values() if mean is not None]
+            own = means[cell.policy]
+            if own is not None and own > within * min(known):
+                continue
+        kept.append(cell)
+    return kept
 
 
 def _chosen(scenario: Scenario, policies: Sequence[str] | None) -> list[str]:

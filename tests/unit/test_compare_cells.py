@@ -15,7 +15,8 @@ from loadtests.compare.capacity import sustained_speed
 from loadtests.compare.cell import Cell, run_cell
 from loadtests.compare.describe import describe
 from loadtests.compare.oracle import Informed, common_blocks
-from loadtests.compare.run import cells_of, run_all
+from loadtests.compare.results import Results
+from loadtests.compare.run import cells_of, run_all, worth_other_seeds
 from loadtests.compare.scenario import OURS, PEERS, TRACE, Group, Scenario
 from loadtests.compare.scenarios import SCENARIOS
 from loadtests.replay.options import FleetOptions
@@ -72,6 +73,18 @@ def test_cells_come_seed_by_seed() -> None:
         ("tiny", OURS, 2),
     ]
     assert [cell.policy for cell in cells_of([TINY], [1], ["random"])] == ["random"]
+
+
+def test_peers_that_are_far_behind_are_not_run_with_other_seeds() -> None:
+    row = replace(TINY, policies=("random", "lmetric", "min_ttft", OURS))
+    means = {"random": 126.0, "lmetric": 100.0, "min_ttft": 125.0, OURS: 900.0}
+    results = Results(
+        {"scenario": "tiny", "policy": policy, "seed": 1, "figures": {"ttft_ms": {"mean": mean}}}
+        for policy, mean in means.items()
+    )
+    cells = worth_other_seeds(cells_of([row], [1, 2]), results, 1.25)
+    assert [cell.policy for cell in cells if cell.seed == 1] == list(means)
+    assert [cell.policy for cell in cells if cell.seed == 2] == ["lmetric", "min_ttft", OURS]
 
 
 @pytest.mark.parametrize("policy", ["random", OURS, "min_ttft"])
