@@ -48,6 +48,7 @@ class ClientConnection(asyncio.Protocol):
     Attributes:
         peer: address of the client, for the log.
         deadline_s: when the connection is closed for inactivity; None while an exchange has its own limits.
+        write: sends bytes to the client.
     """
 
     __slots__ = (
@@ -72,6 +73,7 @@ class ClientConnection(asyncio.Protocol):
         "_writable",
         "deadline_s",
         "peer",
+        "write",
     )
 
     def __init__(self, plane: "DataPlane") -> None:
@@ -103,6 +105,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or turn it away if there are too many."""
         self._transport = cast(asyncio.Transport, transport)
+        self.write = self._transport.write
         peer = transport.get_extra_info("peername")
         self.peer = peer[0] if isinstance(peer, tuple) and peer else ""
         self._transport.set_write_buffer_limits(high=self._plane.limits.write_buffer_bytes)
@@ -269,10 +272,6 @@ class ClientConnection(asyncio.Protocol):
             self.pause()
 
     # -- commands of the exchange
-
-    def write(self, data: bytes) -> None:
-        """Send bytes to the client."""
-        self._transport.write(data)
 
     def finished(self, keep_alive: bool) -> None:
         """Go on with the next request, or close."""

@@ -418,11 +418,8 @@ class Exchange:
                 self._upload(data)
             if self._request_complete and self._upload_chunked:
                 connection.write(b"0\r\n\r\n")
-        elif len(self._whole) < 32768:
-            connection.send(self, head + self._whole)
         else:
-            connection.send(self, head)
-            connection.write(self._whole)
+            connection.send(self, head, self._whole)
 
     def _upload(self, data: bytes) -> None:
         connection = self._connection

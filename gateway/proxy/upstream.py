@@ -30,6 +30,8 @@ _OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EN
 
 _MAX_HEADERS = 1000
 """Of a response. A replica that never comes to the end of its head must not fill the memory."""
+_COPIED_BYTES = 32 << 10
+"""Bodies up to here are cheaper to copy behind their head than to write from two places."""
 _DEAD_AFTER_S = 60
 # A machine that lost power or network sends no FIN and no RST, and a stream may be silent for minutes. The kernel can
 # tell the difference: it probes an idle connection, and bounds how long bytes may stay unacknowledged.
@@ -122,13 +124,17 @@ class ReplicaConnection(asyncio.Protocol):
 
     # -- commands of the exchange
 
-    def send(self, exchange: ResponseSink, data: bytes) -> None:
-        """Begin an exchange by writing its first bytes."""
+    def send(self, exchange: ResponseSink, head: bytes, body: bytes = b"") -> None:
+        """Begin an exchange by writing the request's head, and its body if that is known as a whole."""
         self.exchange = exchange
         self.responding = False
         self._complete = False
         self._until_close = False
-        self.transport.write(data)
+        if len(body) < _COPIED_BYTES:
+            self.transport.write(head + body if body else head)
+        else:
+            # One write: a head that goes ahead on its own wakes the replica up for nothing.
+            self.transport.writelines((head, body))
 
     def write(self, data: bytes) -> None:
         """Write more request bytes."""

@@ -6,7 +6,7 @@ replica answers, `bench.clock` the time.
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +87,9 @@ class FakeTransport(asyncio.Transport):
         if self.when_full is not None:
             self.when_full()
             self.when_full = None
+
+    def writelines(self, list_of_data: Iterable[bytes]) -> None:  # type: ignore[override]
+        self.write(b"".join(list_of_data))
 
     def pause_reading(self) -> None:
         self.paused = True
