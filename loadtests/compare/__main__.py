@@ -22,10 +22,17 @@ from loadtests.compare.scenario import OURS, TRACE, Group
 from loadtests.compare.scenarios import SCENARIOS
 from loadtests.compare.targets import verdicts
 from loadtests.compare.verdict import Verdict, missed
+from policies.catalog import POLICIES
 
 
 def _words(text: str | None) -> list[str] | None:
     return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _check(words: Sequence[str] | None, known: Sequence[str], what: str) -> None:
+    for word in words or ():
+        if word not in known:
+            raise click.ClickException(f"unknown {what} {word!r}; known: {', '.join(known)}")
 
 
 @click.command()
@@ -70,6 +77,11 @@ def main(
     """
     logging.getLogger("gateway").addHandler(logging.NullHandler())
     wanted_groups, wanted_names = _words(groups), _words(names)
+    _check(wanted_groups, list(Group), "set")
+    _check(wanted_names, [scenario.name for scenario in SCENARIOS], "scenario")
+    _check(
+        [policy.partition(":")[0] for policy in _words(policies) or ()], [*POLICIES, *BOUNDS, unloaded.NAME], "policy"
+    )
     scenarios = [
         scenario
         for scenario in SCENARIOS

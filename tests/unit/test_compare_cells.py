@@ -223,6 +223,14 @@ def test_the_sustained_speed_is_found_by_bisection() -> None:
     assert sustained_speed(lambda speed: 1.0 if speed <= 0.2 else 0.5, 0.5, 8.0) == pytest.approx(0.2, rel=0.05)
 
 
+@pytest.mark.parametrize("words", [("--sets", "no"), ("--scenarios", "no"), ("--policies", "random,no")])
+def test_the_command_knows_what_there_is(tmp_path: Path, words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, ["--cache", str(tmp_path), "--no-run", *words])
+    assert result.exit_code == 1
+    assert "unknown" in result.output
+    assert "'no'; known: " in result.output
+
+
 def test_the_command_reports_without_running(tmp_path: Path) -> None:
     markdown, report = tmp_path / "out.md", tmp_path / "out.json"
     paths = ["--cache", str(tmp_path / "cells"), "--markdown", str(markdown), "--json", str(report)]
