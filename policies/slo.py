@@ -3,17 +3,18 @@
 Rule, for a request with a target for its time to first token (TTFT), its time per output token (TPOT), or both:
 
 1. Candidates predicted to keep all its targets are kept, the others dropped. "Exactly at the target" keeps it.
-2. Of those kept, the ones whose running answers have targets of their own that this prompt's prefill would break are
-   left out, as long as others remain.
-3. Of those, a request with a loose target leaves out the replicas it would spoil for tight ones: those whose queue is
-   short enough now for the tightest target seen lately, and would not be with this prompt in it. Again as long as
+2. For the sake of TPOT alone no prompt is computed again: a candidate must do with the least prefill of those that keep
+   the TTFT target, or be far below its TPOT target. If none is such, all that keep the TTFT target stay.
+3. A request with a loose target, or without hope, leaves out the replicas it would spoil for tight ones: those whose
+   queue is short enough now for the tightest target seen lately, and would not be with this prompt in it. As long as
    others remain: replicas that are too busy for tight requests anyway, or have room for both.
 4. The policy chooses among the rest by its own rule; so a cached prefix still counts, and the least cost wins.
 5. If no candidate keeps the targets, the caller serves the request all the same, or refuses it.
 
-A prediction that has often been wrong is a range, not a number: `prediction / doubt` to `prediction x doubt`. A replica
-surely keeps a target if all of the range does, and surely misses it if nothing of the range does. Between the two it
-comes after those that surely keep it, and is no reason to refuse a request.
+Point 2 because TPOT is what a whole batch has in common: replicas differ little in it while they are alike busy, the
+one with the prefix is the busier one, and a prompt computed elsewhere takes its time from all answers there. Without
+it the hit rate falls, and in the end nobody keeps anything: 4,000 requests with shared prefixes of 4,000 tokens at the
+limit of a TPOT target of 30 ms went from 68 % within their targets (no filter) to 8 %, with it they stay at 68 %.
 
 Sources:
 - llm-d-router, plugins `slo-headroom-tier-filter` (positive tier: predicted TTFT and TPOT headroom both >= 0; replicas
@@ -26,12 +27,21 @@ Sources:
 Differences: points 2 and 3 are ours. Least headroom puts every request on the brink of its target, even where all have
 the same target and nobody gains; here replicas are spared only as far as there are tighter targets to spare them for.
 llm-d's 1 % of requests sent to replicas that miss is left out: it is for a model that learns only of what it serves.
+
+Not done: leaving out replicas where this prefill would break the targets of running answers. With a limit per replica,
+the least delay that one of its answers can still take, it moved load from replicas with one answer in danger to all
+others: 75 % within their targets instead of 92 % on mixed lengths.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+ALIKE = 1.1
+ALIKE_S = 0.002
+"""Own prefills that differ by less, as a factor and in seconds, are the same work."""
+COMFORTABLE = 0.5
+"""A replica this far below a TPOT target has time for more work."""
 ROOM_FOR_TIGHT = 0.5
 """Share of a tight target that must be left of it after the queue, for the request's own prefill."""
 LOOSE = 2.0
@@ -64,55 +74,37 @@ class Targets:
         return self.refuse and self.ttft_left_s(now_s) <= 0.0
 
 
-def sort_out(
+def keeping(
     slots: Sequence[int],
     ttft_s: Sequence[float],
     tpot_s: Sequence[float],
-    doubt: Sequence[float],
-    ttft_left_s: float,
-    tpot_target_s: float,
+    own_prefill_s: Sequence[float],
+    ttft_left_s: Sequence[float],
+    tpot_target_s: Sequence[float],
 ) -> tuple[list[int], list[int]]:
-    """Sort the candidates by whether they keep the targets.
+    """Find the candidates that keep the targets, and those of them that should be chosen from.
 
     Args:
         slots: the candidates.
         ttft_s: predicted seconds from now to the first token, by slot.
-        tpot_s: predicted seconds per output token, by slot; not read without a target.
-        doubt: by slot, how many times too large or too small a prediction may be, at least 1.
-        ttft_left_s: what is left of the TTFT target; infinite without one.
-        tpot_target_s: the TPOT target; infinite without one.
+        tpot_s: predicted seconds per output token, by slot.
+        own_prefill_s: predicted seconds of own prefill, by slot.
+        ttft_left_s: by slot, what the TTFT may be; infinite without a target.
+        tpot_target_s: by slot, what the TPOT may be; infinite without a target.
 
     Returns:
-        Those that surely keep the targets, and those that may.
+        Those that keep both targets; and those to choose from: of the former the ones worth their work, or if there are
+        none, all that keep the TTFT target.
     """
-    surely: list[int] = []
-    perhaps: list[int] = []
-    any_tpot = tpot_target_s == inf
-    for slot in slots:
-        factor = doubt[slot]
-        first_s = ttft_s[slot]
-        if first_s > ttft_left_s * factor:
-            continue
-        token_s = 0.0 if any_tpot else tpot_s[slot]
-        if token_s > tpot_target_s * factor:
-            continue
-        if first_s * factor <= ttft_left_s and token_s * factor <= tpot_target_s:
-            surely.append(slot)
-        else:
-            perhaps.append(slot)
-    return surely, perhaps
-
-
-def without_harm(slots: Sequence[int], own_prefill_s: Sequence[float], room_s: Sequence[float]) -> Sequence[int]:
-    """Leave out the replicas on which this prefill would break the targets of running answers, unless all are such.
-
-    Args:
-        slots: the candidates.
-        own_prefill_s: by slot, seconds this prompt's prefill holds up running decodes.
-        room_s: by slot, seconds they can be held up.
-    """
-    kept = [slot for slot in slots if own_prefill_s[slot] <= room_s[slot]]
-    return kept or slots
+    in_time = [slot for slot in slots if ttft_s[slot] <= ttft_left_s[slot]]
+    both = [slot for slot in in_time if tpot_s[slot] <= tpot_target_s[slot]]
+    if len(both) == len(in_time):
+        return both, both
+    cheap_s = ALIKE * min(map(own_prefill_s.__getitem__, in_time)) + ALIKE_S
+    worth = [
+        slot for slot in both if own_prefill_s[slot] <= cheap_s or tpot_s[slot] <= COMFORTABLE * tpot_target_s[slot]
+    ]
+    return both, worth or in_time
 
 
 def sparing(

@@ -37,6 +37,7 @@ class Assignment:
         reason, terms: why.
         expected_cached_tokens: prompt tokens the prefix map says are there.
         predicted_ttft_s: seconds from assignment to the first token.
+        predicted_tpot_s: seconds per output token after it; None without a target for them.
         assigned_s: when.
         observed_ttft_s: what it was in the end; None before.
         outlook: whether the latency targets were predicted to be kept; None without targets.
@@ -49,7 +50,6 @@ class Assignment:
         "_parts",
         "_query",
         "_record",
-        "_slo",
         "_ticket",
         "_work_s",
         "assigned_s",
@@ -58,6 +58,7 @@ class Assignment:
         "observed_ttft_s",
         "outlook",
         "policy",
+        "predicted_tpot_s",
         "predicted_ttft_s",
         "reason",
         "replica",
@@ -82,7 +83,7 @@ class Assignment:
         attempt: Attempt,
         first: bool,
         outlook: Outlook | None = None,
-        slo: tuple[float, int] | None = None,
+        predicted_tpot_s: float | None = None,
     ) -> None:
         self._parts = parts
         self._query = query
@@ -103,7 +104,7 @@ class Assignment:
         self._attempt = attempt
         self._first = first
         self.outlook = outlook
-        self._slo = slo
+        self.predicted_tpot_s = predicted_tpot_s
 
     def first_token(self, now_s: float) -> None:
         """The first token has been seen: its prefill is done, and the prediction can be judged."""
@@ -148,8 +149,13 @@ class Assignment:
         if not keep_prefix and self._record is not None:
             parts.index.undo(self._record)
         parts.learn(self._query, prompt_tokens, completion_tokens)
-        if self._slo is not None and parts.fleet.has(self.replica):
-            tpot_s = None
-            if outcome is AttemptOutcome.OK and self.observed_ttft_s is not None and (completion_tokens or 0) > 1:
-                tpot_s = (now_s - self.assigned_s - self.observed_ttft_s) / ((completion_tokens or 0) - 1)
-            parts.slo.end(self.slot, self._slo, tpot_s)
+        if self.predicted_tpot_s is not None:
+            self._learn_tpot(now_s, outcome, completion_tokens)
+
+    def _learn_tpot(self, now_s: float, outcome: AttemptOutcome, completion_tokens: int | None) -> None:
+        if outcome is not AttemptOutcome.OK or self.observed_ttft_s is None or self.predicted_tpot_s is None:
+            return
+        # The slot may belong to another replica by now.
+        if completion_tokens is not None and completion_tokens > 1 and self._parts.fleet.has(self.replica):
+            decoded_s = now_s - self.assigned_s - self.observed_ttft_s
+            self._parts.slo.ended(self.slot, self.predicted_tpot_s, decoded_s / (completion_tokens - 1))

@@ -209,8 +209,6 @@ class Router:
         finally:
             columns.clear()
         own_s, ttft_s = columns.own_prefill_s[slot], columns.predicted_ttft_s[slot]
-        if slo.delay_room.limits:
-            slo.delay_room.held_up(slot, own_s)
         replica = fleet.by_slot[slot]
         assert replica is not None, "a policy chose a slot that is not a candidate"
         ticket = self.ledger.start(
@@ -231,7 +229,7 @@ class Router:
             self.ejector.begin(replica),
             not tried,
             outlook,
-            slo.begin(slot, targets, request) if targets is not None else None,
+            slo.tpot_s[slot] if targets is not None and targets.tpot_s is not None else None,
         )
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
@@ -283,7 +281,6 @@ class Router:
         self.set_capacity(replica)
 
     def _forget(self, slot: int) -> None:
-        self.slo.forget(slot)
         for policy in self._remembering:
             policy.forget(slot)
 

@@ -3,8 +3,11 @@
 Theory of operation
 - `SloRules` is what the configuration says. It reads the two headers and fills in defaults.
 - `SloFilter.narrow` runs between the columns and the policy, for requests with targets only. The rule itself is
-  `policies.slo`; here is what it needs to know: predictions, how far they are to be believed, which answers are running
-  under targets of their own, and how tight targets have been lately.
+  `policies.slo`; here is what it needs to know: predictions, how far they are to be believed, and how tight targets
+  have been lately.
+- A prediction that has often been wrong is a range, not a number: from `prediction / doubt` to `prediction x doubt`. A
+  replica keeps a target for certain if all of the range does, and might if some of it does. Those that might come after
+  those that do for certain, and as long as there are any, nothing is refused.
 - TPOT is predicted as the decode step with everything in flight that will still run by then, and this request; times
   what answers have taken longer than that lately, which is mostly the prefills that come while they decode.
 """
@@ -13,7 +16,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import heapify, heappop, heappush
 from math import ceil, inf
 
 from gateway.estimator.predictor import Predictor, ReplicaClass
@@ -21,7 +23,7 @@ from gateway.estimator.roofline import StepCost
 from gateway.replicas.load import LoadLedger
 from gateway.routing.columns import Columns
 from gateway.routing.refusals import InvalidTarget, TargetsOutOfReach
-from policies.slo import LOOSE, Targets, sort_out, sparing, wait_s, without_harm
+from policies.slo import LOOSE, Targets, keeping, sparing, wait_s
 from policies.types import Choice, Request
 
 TTFT_HEADER = "x-slo-ttft-ms"
@@ -50,6 +52,8 @@ class Outlook(StrEnum):
 
     EXPECTED = "expected"
     """They will be kept."""
+    TTFT_ONLY = "ttft-only"
+    """The TTFT will be kept. The TPOT would be elsewhere, but only by computing what is cached here."""
     POSSIBLE = "possible"
     """Predictions there are too unsure to tell."""
     BEST_EFFORT = "best-effort"
@@ -148,81 +152,13 @@ class Tightest:
         return min(now_least_s, before_s)
 
 
-class DelayRoom:
-    """How long running answers with a TPOT target can still be held up by the prefills of others, by slot.
-
-    Each slot has a clock that counts the seconds of prefill sent there. An answer can take so many seconds of delay,
-    so it has a limit on that clock; the least limit counts. Limits of answers that have ended are dropped when they
-    come to the top.
-
-    Attributes:
-        limits: by slot, a heap of limits and what they are of; without an entry where no answer has a target.
-    """
-
-    __slots__ = ("_clocks_s", "_ended", "_next", "limits")
-
-    def __init__(self) -> None:
-        self._clocks_s: dict[int, float] = {}
-        self.limits: dict[int, list[tuple[float, int]]] = {}
-        self._ended: set[int] = set()
-        self._next = 0
-
-    def begin(self, slot: int, slack_s: float) -> int:
-        """An answer that can take so much delay is sent to a slot; return what ends it."""
-        self._next += 1
-        clock_s = self._clocks_s.setdefault(slot, 0.0)
-        heappush(self.limits.setdefault(slot, []), (clock_s + slack_s, self._next))
-        return self._next
-
-    def end(self, slot: int, number: int) -> None:
-        """It has ended."""
-        limits = self.limits.get(slot)
-        if limits is None:
-            return
-        self._ended.add(number)
-        self._drop_ended(slot, limits)
-        if len(self._ended) > 64 and 2 * len(self._ended) > sum(map(len, self.limits.values())):
-            self._sweep()
-
-    def held_up(self, slot: int, seconds: float) -> None:
-        """A prefill is sent to a slot."""
-        if slot in self._clocks_s:
-            self._clocks_s[slot] += seconds
-
-    def room_s(self, slot: int) -> float:
-        """Seconds until the first running answer would miss its target; infinite if none has one."""
-        limits = self.limits.get(slot)
-        return limits[0][0] - self._clocks_s[slot] if limits else inf
-
-    def forget(self, slot: int) -> None:
-        """The slot's replica is gone."""
-        for _, number in self.limits.pop(slot, ()):
-            self._ended.discard(number)
-        self._clocks_s.pop(slot, None)
-
-    def _drop_ended(self, slot: int, limits: list[tuple[float, int]]) -> None:
-        ended = self._ended
-        while limits and limits[0][1] in ended:
-            ended.discard(heappop(limits)[1])
-        if not limits:
-            del self.limits[slot]
-            del self._clocks_s[slot]
-
-    def _sweep(self) -> None:
-        """Drop what has ended below the top as well, so that it does not add up."""
-        for slot, limits in list(self.limits.items()):
-            limits[:] = [limit for limit in limits if limit[1] not in self._ended]
-            heapify(limits)
-            self._drop_ended(slot, limits)
-        self._ended.clear()
-
-
 class SloFilter:
     """Narrows the candidates of requests with targets, and keeps what that needs to know.
 
     Attributes:
         rules: the configuration in force.
-        delay_room: running answers with TPOT targets.
+        has_defaults: some requests have targets without asking for them.
+        tpot_s: per-request column of predicted seconds per output token, of requests with a TPOT target.
     """
 
     def __init__(self, ledger: LoadLedger, predictor: Predictor, columns: Columns) -> None:
@@ -236,13 +172,13 @@ class SloFilter:
         self._ledger = ledger
         self._predictor = predictor
         self._columns = columns
-        self.delay_room = DelayRoom()
         self._tightest = Tightest()
         # All by slot.
         self._classes: list[ReplicaClass] = []
         self._costs: list[StepCost] = []
-        self._tpot_s: list[float] = []
-        self._room_s: list[float] = []
+        self.tpot_s: list[float] = []
+        self._ttft_limits_s: list[float] = []
+        self._tpot_limits_s: list[float] = []
         self._stretch: list[float] = []
         self._doubt: list[float] = []
         self._doubt_at: list[int] = []
@@ -258,8 +194,9 @@ class SloFilter:
         while len(self._costs) <= slot:
             self._classes.append(replica_class)
             self._costs.append(replica_class.cost())
-            self._tpot_s.append(0.0)
-            self._room_s.append(inf)
+            self.tpot_s.append(0.0)
+            self._ttft_limits_s.append(inf)
+            self._tpot_limits_s.append(inf)
             self._stretch.append(1.0)
             self._doubt.append(1.0)
             self._doubt_at.append(-1)
@@ -267,10 +204,6 @@ class SloFilter:
         self._costs[slot] = replica_class.cost()
         self._stretch[slot] = 1.0
         self._doubt_at[slot] = -1
-
-    def forget(self, slot: int) -> None:
-        """The slot's replica has left or restarted."""
-        self.delay_room.forget(slot)
 
     def narrow(self, targets: Targets, pool: str, request: Request, now_s: float) -> Outlook:
         """Leave only those candidates of the filled columns among which the policy should choose.
@@ -296,31 +229,46 @@ class SloFilter:
         if targets.tpot_s is not None:
             tpot_target_s = targets.tpot_s
             for slot in slots:
-                self._tpot_s[slot] = self.predicted_tpot_s(slot, request)
+                self.tpot_s[slot] = self.predicted_tpot_s(slot, request)
         left_s = targets.ttft_left_s(now_s)
-        keep, perhaps = sort_out(slots, ttft_s, self._tpot_s, self._doubt, left_s, tpot_target_s)
-        if targets.ttft_s is not None and targets.ttft_s >= min(map(own_s.__getitem__, slots)):
-            tight_s = self._tightest.see(pool, targets.ttft_s, now_s)
+        # What no replica could keep even if it were idle is nothing to be spared for.
+        attainable = targets.ttft_s is not None and min(map(own_s.__getitem__, slots)) <= targets.ttft_s
+        tight_s = self._tightest.see(pool, targets.ttft_s if attainable and targets.ttft_s is not None else inf, now_s)
+        kept = slots
+        outlook = Outlook.BEST_EFFORT
+        for certain in (True, False):
+            both, worth = self._keeping(slots, left_s, tpot_target_s, certain=certain)
+            if both:
+                kept = worth
+                keeps = set(worth).issubset(both)
+                outlook = (Outlook.EXPECTED if keeps else Outlook.TTFT_ONLY) if certain else Outlook.POSSIBLE
+                break
         else:
-            # What no replica could keep even if it were idle is nothing to be spared for.
-            tight_s = inf
-        if not keep:
-            if perhaps:
-                candidates.slots = perhaps
-                return Outlook.POSSIBLE
             if targets.refuse:
                 raise TargetsOutOfReach(self._retry_after_s(slots, targets, request))
-            return Outlook.BEST_EFFORT
-        kept: Sequence[int] = keep
-        if len(keep) > 1:
-            if self.delay_room.limits:
-                for slot in keep:
-                    self._room_s[slot] = self.delay_room.room_s(slot)
-                kept = without_harm(kept, own_s, self._room_s)
-            if targets.ttft_s is not None and targets.ttft_s >= LOOSE * tight_s:
-                kept = sparing(kept, ttft_s, own_s, tight_s)
+        if len(kept) > 1 and (outlook is Outlook.BEST_EFFORT or left_s >= LOOSE * tight_s):
+            kept = sparing(kept, ttft_s, own_s, tight_s)
         candidates.slots = kept
-        return Outlook.EXPECTED
+        return outlook
+
+    def _keeping(
+        self, slots: Sequence[int], left_s: float, tpot_target_s: float, *, certain: bool
+    ) -> tuple[list[int], list[int]]:
+        """Ask which slots keep the targets for certain, or else which might."""
+        for slot in slots:
+            doubt = self._doubt[slot]
+            factor = 1.0 / doubt if certain else doubt
+            self._ttft_limits_s[slot] = left_s * factor
+            self._tpot_limits_s[slot] = tpot_target_s * factor
+        columns = self._columns
+        return keeping(
+            slots,
+            columns.predicted_ttft_s,
+            self.tpot_s,
+            columns.own_prefill_s,
+            self._ttft_limits_s,
+            self._tpot_limits_s,
+        )
 
     def explain(self, choice: Choice, outlook: Outlook, candidates: int, targets: Targets, now_s: float) -> None:
         """Add to a choice's reason and terms what the filter did.
@@ -335,16 +283,18 @@ class SloFilter:
         seen = len(self._columns.candidates.slots)
         if outlook is Outlook.EXPECTED:
             did = f"of {seen} of {candidates} within the targets"
+        elif outlook is Outlook.TTFT_ONLY:
+            did = f"of {seen} of {candidates} within the TTFT target; TPOT only with more prefill"
         elif outlook is Outlook.POSSIBLE:
             did = f"of {seen} of {candidates} perhaps within the targets, predictions being unsure"
         else:
-            did = f"best effort: none of {candidates} within the targets"
+            did = f"best effort of {seen}: none of {candidates} within the targets"
         choice.reason = f"{choice.reason}; {did}"
         terms = dict(choice.terms)
         if targets.ttft_s is not None:
             terms["ttft_left_s"] = targets.ttft_left_s(now_s)
         if targets.tpot_s is not None:
-            terms["tpot_s"] = self._tpot_s[choice.slot]
+            terms["tpot_s"] = self.tpot_s[choice.slot]
         choice.terms = terms
 
     def predicted_tpot_s(self, slot: int, request: Request) -> float:
@@ -371,31 +321,18 @@ class SloFilter:
         # The column holds what was learned of the engine's speed; the roofline only tells how the step will grow.
         return self._stretch[slot] * step_s * (then_s / now_s)
 
-    def begin(self, slot: int, targets: Targets, request: Request) -> tuple[float, int] | None:
-        """A request goes to a slot: return its predicted TPOT in seconds and what ends it; None without a target."""
-        if targets.tpot_s is None:
-            return None
-        tpot_s = self._tpot_s[slot]
-        slack_s = (targets.tpot_s - tpot_s) * max(request.expected_output_tokens, 1.0)
-        # One that misses its target anyway is nothing to be considerate of.
-        return tpot_s, self.delay_room.begin(slot, slack_s) if slack_s >= 0.0 else 0
-
-    def end(self, slot: int, begun: tuple[float, int], observed_tpot_s: float | None) -> None:
-        """It has ended.
+    def ended(self, slot: int, predicted_tpot_s: float, observed_tpot_s: float) -> None:
+        """Learn from an answer how much longer tokens take than a decode step.
 
         Args:
-            slot: where it was.
-            begun: what `begin` returned.
-            observed_tpot_s: its seconds per output token; None if they cannot be told.
+            slot: where it was made.
+            predicted_tpot_s: seconds per output token that it was predicted.
+            observed_tpot_s: seconds per output token that it took.
         """
-        predicted_s, number = begun
-        if number:
-            self.delay_room.end(slot, number)
-        if observed_tpot_s is not None and predicted_s > 0.0:
+        if predicted_tpot_s > 0.0:
             stretch = self._stretch[slot]
-            seen = stretch * observed_tpot_s / predicted_s
-            stretch += _STRETCH_STEP * (min(max(seen, _LEAST_STRETCH), _MOST_STRETCH) - stretch)
-            self._stretch[slot] = stretch
+            seen = min(max(stretch * observed_tpot_s / predicted_tpot_s, _LEAST_STRETCH), _MOST_STRETCH)
+            self._stretch[slot] = stretch + _STRETCH_STEP * (seen - stretch)
 
     def _update_doubt(self, slot: int) -> None:
         predictor = self._predictor
@@ -421,7 +358,7 @@ class SloFilter:
             slots,
             columns.predicted_ttft_s,
             columns.candidates.prefill_s,
-            self._tpot_s,
+            self.tpot_s,
             self._ledger.decodes,
             request.expected_output_tokens,
             targets,
