@@ -11,9 +11,9 @@ from gateway.cli import main
 from gateway.estimator.hardware import HARDWARE
 from gateway.estimator.model import MODELS
 from gateway.estimator.roofline import StepCost, kv_capacity_tokens, step_cost
-from loadtests.replay.options import FleetOptions, card_names, costs, fleet, incidents, policy
+from loadtests.replay.options import FleetOptions, card_names, costs, fleet, incidents, policy, slos
 from loadtests.replay.presets import PRESETS, QWEN3_32B_ON_TWO_H100
-from loadtests.replay.settings import Incident
+from loadtests.replay.settings import Incident, Slo
 from policies.predicted_ttft import PredictedTTFT
 
 BASE = StepCost(1e-5, 1e-10, 0.01, 1e-8, 0.001, 0.0, 0.5)
@@ -188,3 +188,33 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
     result = invoke("b2b-saas", "--param", "steps=5x2 2x5 4x5", "--policy", "round_robin,random", "--plot", path)
     assert result.exit_code == 0, result.output
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_sessions_ask_for_in_turn() -> None:
+    assert slos("2000", "100") == [Slo(2000.0, 100.0)]
+    assert slos("500,4000", "50") == [Slo(500.0, 50.0), Slo(4000.0, 50.0)]
+    assert slos("500,4000", "50,200") == [Slo(500.0, 50.0), Slo(4000.0, 200.0)]
+
+
+@pytest.mark.parametrize(("ttft_ms", "tpot_ms"), [("soon", "50"), ("500,", "50"), ("-1", "50"), ("1,2,3", "1,2")])
+def test_what_sessions_cannot_ask_for(ttft_ms: str, tpot_ms: str) -> None:
+    with pytest.raises(ValueError, match=r"milliseconds|go together"):
+        slos(ttft_ms, tpot_ms)
+
+
+@pytest.mark.parametrize("mode", ["off", "serve", "refuse"])
+def test_targets_from_the_command_line(mode: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    # Prompts of 100,000 tokens take longer than 4 s even on an idle replica, and spoil the first token for others.
+    arguments = ["mixed-lengths", "--requests", 400, "--replicas", 3, "--speed", 2, "--policy", "least_outstanding"]
+    result = invoke(*arguments, "--slo", mode, "--slo-ttft-ms", "500,4000", "--param", "long_share=0.03", "--json", out)
+    assert result.exit_code == 0, result.output
+    (report,) = json.loads(out.read_text())
+    tight, loose = report["goodput_by_slo"]
+    assert (tight["slo_ttft_ms"], loose["slo_ttft_ms"]) == (500, 4000)
+    assert (report["goodput"]["slo_ttft_ms"], report["goodput"]["slo_tpot_ms"]) == (None, 100)
+    assert report["goodput"]["share"] == pytest.approx((tight["share"] + loose["share"]) / 2)
+    assert (report["refused"] > 0) is (mode == "refuse")
+    assert report["errors"] == report["refused"]
+    # With targets in force most are kept; without, hardly any is.
+    assert (report["goodput"]["share"] > 0.8) is (mode != "off")
