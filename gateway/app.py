@@ -207,6 +207,7 @@ class Gateway:
             response_headers=routing.response_headers,
             request_log=self._request_log,
             replica_tls=tls,
+            asks_usage=prefixes.ask_usage,
         )
         key = config.admin.key
         self._admin = AdminServer(

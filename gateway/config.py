@@ -60,8 +60,10 @@ class Listen(_Section):
     """0 picks a free port, printed at start."""
     backlog: int = Field(2048, ge=1)
     """Connections the kernel holds before they are accepted."""
-    workers: int = Field(1, ge=1, le=1)
-    """Worker processes. One, for now."""
+    workers: int = Field(1, ge=1, le=256)
+    """Worker processes behind the port, each with an event loop of its own. With more than one, `redis` holds what they
+    share; without a URL a redis-server of this machine is started for them. What `limits.max_connections`,
+    `queue.max_requests`, `retries.budget_min_per_s` and the replicas' `max_in_flight` allow is divided among them."""
     tls: TlsServer | None = None
 
 
@@ -154,6 +156,14 @@ class Prefixes(_Section):
     """Blocks double with depth, but stay at most 1/growth of it; 0 keeps them all alike."""
     max_block_bytes: int = Field(4096, ge=16)
     """No block is longer."""
+    feedback: bool = True
+    """Correct the map by the cached tokens that engines report (`usage.prompt_tokens_details.cached_tokens`). vLLM
+    reports them when started with --enable-prompt-tokens-details; for replicas that do not, this has no effect."""
+    ask_usage: bool = False
+    """Ask replicas for the usage of streams whose clients do not, by adding `stream_options.include_usage` to the
+    request, and take the extra event out of the answer again. Off, because requests then no longer reach the replica
+    byte for byte (all but that one field do), and because vLLM puts `system_fingerprint` into the extra event. Worth it
+    where most requests are streams: without their usage neither `feedback` nor token counts learn from them."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:

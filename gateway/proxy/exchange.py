@@ -28,6 +28,7 @@ from gateway.proxy.heads import RequestHead, ResponseHead, replica_request_head
 from gateway.proxy.observe import StreamObserver, Usage, usage_in
 from gateway.proxy.routes import Handling
 from gateway.proxy.upstream import Dial, ReplicaConnection
+from gateway.proxy.usage_filter import UsageFilter
 from gateway.replicas.breaker import Outcome as Verdict
 from gateway.replicas.replica import Replica
 from gateway.routing.assignment import Assignment
@@ -87,6 +88,7 @@ class Exchange:
         "_lacking",
         "_last_byte_s",
         "_observer",
+        "_out",
         "_paused_since_s",
         "_plane",
         "_query",
@@ -98,6 +100,7 @@ class Exchange:
         "_upload_blocked",
         "_upload_chunked",
         "_upload_started",
+        "_usage_added",
         "_whole",
         "assignment",
         "attempts",
@@ -136,6 +139,8 @@ class Exchange:
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self._answer = Answer(client, head, self.request_id)
+        self._out: Answer | UsageFilter = self._answer
+        self._usage_added = False
         self._handling: Handling | None = None
         self._begun = False
         self._ended = False
@@ -337,6 +342,10 @@ class Exchange:
             return
         if query.rewritten_model is not None:
             self._whole = query.rewritten_body(self._whole)
+        if plane.asks_usage and body is not None and body.stream and not body.include_usage:
+            asking = plane.asking_usage(head, self._whole)
+            if asking is not None:
+                self._whole, self._usage_added = asking, True
         self._routed_s = plane.now()
         self.phase = Phase.QUEUED
         queue = plane.queue
@@ -482,6 +491,9 @@ class Exchange:
                 return
         if head.event_stream:
             self._observer = StreamObserver()
+            # With a length stated, or under compression, the event that nobody asked for has to stay.
+            removable = self._usage_added and head.content_length is None and not head.encoded
+            self._out = UsageFilter(self._answer) if removable else self._answer
             self._relay_head()
         else:
             limit = self._plane.limits.max_held_bytes
@@ -503,7 +515,7 @@ class Exchange:
                 held, self._held = b"".join(self._held), []
                 self._answer.relay(held)
             return
-        self._answer.relay(data)
+        self._out.relay(data)
         observer = self._observer
         if observer is not None:
             assignment = self.assignment
@@ -529,6 +541,8 @@ class Exchange:
             self._answer.relay_whole(head, body, self._keep_alive(), self._begin_answer())
             self.usage = usage_in(body) if head.status < 300 else None
         else:
+            if isinstance(self._out, UsageFilter):
+                self._out.flush()
             self._answer.end()
             if observer is not None:
                 self.usage = usage_in(tail)
@@ -731,6 +745,8 @@ class Exchange:
             and not head.bodiless(self.method)
         ):
             event = error.event()
+            if isinstance(self._out, UsageFilter):
+                self._out.flush()
             self._answer.relay(event if observer.at_event_boundary() else b"\n\n" + event)
         self._close(Outcome.BROKEN)
         self._client.abort(reset=self._answer.until_close)

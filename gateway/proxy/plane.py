@@ -14,6 +14,7 @@ import orjson
 
 from gateway.prompt.blocks import DEFAULT_SCHEDULE, BlockSchedule
 from gateway.prompt.body import RequestBody, parse_body
+from gateway.prompt.rewrite import with_usage
 from gateway.proxy import encodings, errors
 from gateway.proxy.admission import AdmissionQueue
 from gateway.proxy.client import ClientConnection
@@ -49,6 +50,7 @@ class DataPlane:
     Attributes:
         router, routes, limits, tally, queue: what their names say.
         draining: no connection is kept alive any more.
+        asks_usage: replicas are asked for the usage of all streams.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class DataPlane:
         response_headers: bool = True,
         request_log: RequestLog | None = None,
         replica_tls: ssl.SSLContext | None = None,
+        asks_usage: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire the data plane.
@@ -83,6 +86,7 @@ class DataPlane:
             response_headers: send x-warmgate-* headers.
             request_log: where request lines go; None for nowhere.
             replica_tls: context for https replicas.
+            asks_usage: ask replicas for the usage of streams whose clients do not.
             now: monotonic clock.
         """
         self.router = router
@@ -91,6 +95,7 @@ class DataPlane:
         self.tally = tally
         self.now = now
         self.draining = False
+        self.asks_usage = asks_usage
         self.queue = queue or AdmissionQueue(0)
         self._budget = budget
         self._schedule = schedule
@@ -379,6 +384,12 @@ class DataPlane:
         if head.content_encoding:
             body = encodings.decoded(body, head.content_encoding, self.limits.max_body_bytes)
         return parse_body(head.path.decode("latin-1"), body, self._schedule, self.router.fleet.aliases)
+
+    def asking_usage(self, head: RequestHead, body: bytes) -> bytes | None:
+        """Return the body of a stream with the request for usage added, None where it cannot be."""
+        if head.content_encoding or not self.routes.has_stream_options(head.path):
+            return None
+        return with_usage(body)
 
     def answer_locally(self, head: RequestHead) -> tuple[int, bytes]:
         """Answer what the gateway knows itself: models and its own life."""

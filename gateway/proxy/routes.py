@@ -39,6 +39,7 @@ _ENGINE_PATHS = frozenset(
     }
 )
 _OPERATIONS = frozenset({b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"})
+_STREAM_OPTIONS = frozenset({b"/v1/chat/completions", b"/v1/completions"})
 _NEEDS_MODEL = frozenset(
     {
         b"/v1/chat/completions",
@@ -84,6 +85,10 @@ class Routes:
     def needs_model(self, path: bytes) -> bool:
         """Say whether a JSON body on this path must name its model."""
         return path in _NEEDS_MODEL
+
+    def has_stream_options(self, path: bytes) -> bool:
+        """Say whether streams on this path have usage only if `stream_options` asks for it."""
+        return path in _STREAM_OPTIONS
 
 
 def _is_json(head: RequestHead) -> bool:
