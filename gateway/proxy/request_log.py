@@ -1,9 +1,15 @@
-"""One JSON line per request, written by a thread of its own: a pipe that nobody reads must not stop the event loop."""
+"""One JSON line per request, written by a thread of its own: a pipe that nobody reads must not stop the event loop.
+
+Several workers write to one pipe. POSIX keeps apart what is written in pieces of up to PIPE_BUF bytes, so whole lines
+are written in such pieces; a line longer than that goes alone.
+"""
 
 import logging
+import select
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import IO, Any
 
 import orjson
@@ -12,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_PENDING = 50_000
 _FLUSH_S = 0.2
-_BATCH = 1000
+_PIECE_BYTES = getattr(select, "PIPE_BUF", 512)
+"""512 is the least that POSIX allows."""
 
 
 class RequestLog:
@@ -22,15 +29,22 @@ class RequestLog:
         dropped: records lost because the reader of the stream was too slow, or has gone.
     """
 
-    def __init__(self, stream: IO[bytes] | None = None, max_pending: int = _MAX_PENDING) -> None:
+    def __init__(
+        self,
+        stream: IO[bytes] | None = None,
+        max_pending: int = _MAX_PENDING,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
         """Start without a thread.
 
         Args:
             stream: where lines go; standard output by default.
             max_pending: records kept for a slow reader.
+            fields: stand in every line.
         """
         self._stream: IO[bytes] = stream if stream is not None else sys.stdout.buffer
         self._max_pending = max_pending
+        self._fields = dict(fields or {})
         self._pending: deque[dict[str, Any]] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,15 +83,20 @@ class RequestLog:
                 return
 
     def _write(self) -> None:
-        pending = self._pending
+        pending, fields = self._pending, self._fields
         lines: list[bytes] = []
+        size = 0
         while pending:
-            lines.append(_line(pending.popleft()))
-            if len(lines) >= _BATCH:
-                self._stream.write(b"".join(lines))
-                lines.clear()
-        if lines:
-            self._stream.write(b"".join(lines))
+            line = _line({**pending.popleft(), **fields})
+            if size + len(line) > _PIECE_BYTES and lines:
+                self._write_piece(lines)
+                lines, size = [], 0
+            lines.append(line)
+            size += len(line)
+        self._write_piece(lines)
+
+    def _write_piece(self, lines: list[bytes]) -> None:
+        self._stream.write(b"".join(lines))
         self._stream.flush()
 
 
