@@ -73,13 +73,15 @@ class _Replica:
 class Record:
     """One insertion, to be undone if the request never reaches prefill."""
 
-    __slots__ = ("_used", "hashes", "matched_blocks", "slot")
+    __slots__ = ("_used", "hashes", "matched_blocks", "slot", "used_before")
 
     def __init__(self, slot: int, hashes: list[int], matched_blocks: int, used: int) -> None:
         self.slot = slot
         self.hashes = hashes
         self.matched_blocks = matched_blocks
         """Blocks the replica was believed to hold before."""
+        self.used_before = 0
+        """By which insertion the last of those had been used last; counts up over all slots."""
         self._used = used
 
 
@@ -160,6 +162,7 @@ class PrefixIndex:
             segment = _segment_at(replica, hashes, matched - 1)
             if segment is None:
                 return record
+            record.used_before = segment.used
             if matched < segment.start + len(segment.hashes):
                 segment = _split(replica, segment, matched)
         if matched < length:
@@ -213,6 +216,25 @@ class PrefixIndex:
         for child in below[:0:-1]:
             self._cut(slot, replica, child, child.start)
         self._cut(slot, replica, segment, depth)
+
+    def expire(self, slot: int, before: int, budget: int) -> None:
+        """Learn that what was last used earlier than some insertion has been evicted.
+
+        Args:
+            slot: replica slot.
+            before: number of the insertion, as in `Record.used_before`.
+            budget: segments to drop at most.
+        """
+        if slot >= len(self._replicas):
+            return
+        replica = self._replicas[slot]
+        segments = replica.segments
+        while budget > 0 and segments:
+            segment = segments[next(iter(segments))]
+            if segment.used >= before:
+                return
+            budget -= 1
+            self._cut(slot, replica, segment, segment.start)
 
     def forget(self, slot: int) -> None:
         """Forget all of a replica, its capacity too. The slot may be used again at once."""
