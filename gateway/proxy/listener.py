@@ -20,6 +20,48 @@ _PAUSE_S = 0.5
 _SKIPPED = frozenset({errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EINTR})
 
 
+class Arrivals:
+    """Makes transports and protocols of connected sockets, with TLS if there is a context for it."""
+
+    def __init__(
+        self, factory: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None, handshake_timeout_s: float
+    ) -> None:
+        """Prepare.
+
+        Args:
+            factory: makes the protocol of each connection.
+            tls: context for TLS, None for plain TCP.
+            handshake_timeout_s: limit of a TLS handshake.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._factory = factory
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s if tls is not None else None
+        self._arriving: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        """Connections that are not open yet."""
+        return len(self._arriving)
+
+    def take(self, connection: socket.socket) -> None:
+        """Open a connection; it belongs to its protocol from then on."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = self._loop.create_task(self._open(connection))
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                self._factory, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_timeout_s
+            )
+        except (OSError, ssl.SSLError) as error:
+            # A client that leaves, or speaks no TLS, while it is let in.
+            logger.debug("connection ended while it was opened: %s", error)
+            connection.close()
+
+
 class Listener:
     """Accepts connections on one or more sockets until it is closed.
 
@@ -27,27 +69,16 @@ class Listener:
         port: the bound port.
     """
 
-    def __init__(
-        self,
-        sockets: list[socket.socket],
-        factory: Callable[[], asyncio.Protocol],
-        tls: ssl.SSLContext | None,
-        handshake_timeout_s: float,
-    ) -> None:
-        """Begin to accept; use `listen` to make one.
+    def __init__(self, sockets: list[socket.socket], take: Callable[[socket.socket], None]) -> None:
+        """Begin to accept.
 
         Args:
             sockets: listening, non-blocking.
-            factory: makes the protocol of each connection.
-            tls: context for TLS, None for plain TCP.
-            handshake_timeout_s: limit of a TLS handshake.
+            take: called with each connection.
         """
         self._loop = asyncio.get_running_loop()
         self._sockets = sockets
-        self._factory = factory
-        self._tls = tls
-        self._handshake_timeout_s = handshake_timeout_s if tls is not None else None
-        self._arriving: set[asyncio.Task[None]] = set()
+        self._take = take
         self._resumes: set[asyncio.TimerHandle] = set()
         self._closed = False
         self.port: int = sockets[0].getsockname()[1]
@@ -78,11 +109,7 @@ class Listener:
                 logger.error("cannot accept connections for the moment: %s", error)
                 self._pause(listening)
                 return
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            task = self._loop.create_task(self._open(connection))
-            self._arriving.add(task)
-            task.add_done_callback(self._arriving.discard)
+            self._take(connection)
 
     def _pause(self, listening: socket.socket) -> None:
         self._loop.remove_reader(listening.fileno())
@@ -94,32 +121,13 @@ class Listener:
         handle = self._loop.call_later(_PAUSE_S, resume)
         self._resumes.add(handle)
 
-    async def _open(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(
-                self._factory, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_timeout_s
-            )
-        except (OSError, ssl.SSLError) as error:
-            # A client that leaves, or speaks no TLS, while it is let in.
-            logger.debug("connection ended while it was opened: %s", error)
-            connection.close()
 
-
-async def listen(
-    host: str,
-    port: int,
-    backlog: int,
-    factory: Callable[[], asyncio.Protocol],
-    tls: ssl.SSLContext | None,
-    handshake_timeout_s: float,
-) -> Listener:
-    """Bind an address and begin to accept.
+async def bind(host: str, port: int) -> list[socket.socket]:
+    """Bind an address, without listening yet.
 
     Args:
         host: name or address; a name that stands for several addresses binds them all.
         port: TCP port; 0 picks one, the same for all addresses.
-        backlog: connections the kernel holds before they are accepted.
-        factory, tls, handshake_timeout_s: see `Listener`.
 
     Raises:
         OSError: the address cannot be bound.
@@ -129,18 +137,39 @@ async def listen(
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(infos):
-            listening = socket.socket(family, kind, protocol)
-            sockets.append(listening)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound = socket.socket(family, kind, protocol)
+            sockets.append(bound)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listening.bind(
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(
                 (address[0], sockets[0].getsockname()[1] if port == 0 and len(sockets) > 1 else port, *address[2:])
             )
-            listening.listen(backlog)
-            listening.setblocking(False)
+            bound.setblocking(False)
     except OSError as error:
-        for listening in sockets:
-            listening.close()
+        for bound in sockets:
+            bound.close()
         raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from error
-    return Listener(sockets, factory, tls, handshake_timeout_s)
+    return sockets
+
+
+def listen(sockets: list[socket.socket], backlog: int, take: Callable[[socket.socket], None]) -> Listener:
+    """Begin to accept on bound sockets.
+
+    Args:
+        sockets: of `bind`; closed if this fails.
+        backlog: connections the kernel holds before they are accepted.
+        take: called with each connection.
+
+    Raises:
+        OSError: another socket listens there.
+    """
+    try:
+        for bound in sockets:
+            bound.listen(backlog)
+    except OSError as error:
+        host, port = sockets[0].getsockname()[:2]
+        for bound in sockets:
+            bound.close()
+        raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from error
+    return Listener(sockets, take)

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import logging
 import os
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable
@@ -20,9 +21,10 @@ from gateway.proxy.admission import AdmissionQueue
 from gateway.proxy.client import ClientConnection
 from gateway.proxy.errors import GatewayError
 from gateway.proxy.exchange import Exchange, Outcome
+from gateway.proxy.handed import HandedConnections
 from gateway.proxy.heads import RequestHead
 from gateway.proxy.limits import PlaneLimits
-from gateway.proxy.listener import Listener, listen
+from gateway.proxy.listener import Arrivals, Listener, bind, listen
 from gateway.proxy.record import count, log_record
 from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget
@@ -108,7 +110,7 @@ class DataPlane:
         # Dictionaries for their order: what a tick does must not depend on memory addresses.
         self._exchanges: dict[Exchange, None] = {}
         self._clients: dict[ClientConnection, None] = {}
-        self._listeners: list[Listener] = []
+        self._listeners: list[Listener | HandedConnections] = []
         self._ticker: asyncio.TimerHandle | None = None
         # Set whenever an exchange or a connection has ended; drain waits for it.
         self._ended = asyncio.Event()
@@ -155,13 +157,28 @@ class DataPlane:
         Raises:
             OSError: the address cannot be bound.
         """
+        listener = listen(await bind(host, port), backlog, self._arrivals(tls).take)
+        self._listen_on(listener)
+        return listener.port
+
+    def adopt(self, channel: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Serve the connections that another process accepts and hands over.
+
+        Args:
+            channel: where they come in; see `gateway.proxy.handed`.
+            tls: context for TLS, None for plain TCP.
+        """
+        self._listen_on(HandedConnections(channel, self._arrivals(tls), lambda: self.open_connections))
+
+    def _arrivals(self, tls: ssl.SSLContext | None) -> Arrivals:
         # The event loop's own limit for a handshake is a minute, and what is still shaking hands is not counted as a
         # connection.
-        listener = await listen(host, port, backlog, lambda: ClientConnection(self), tls, self.limits.head_timeout_s)
+        return Arrivals(lambda: ClientConnection(self), tls, self.limits.head_timeout_s)
+
+    def _listen_on(self, listener: Listener | HandedConnections) -> None:
         self._listeners.append(listener)
         if self._ticker is None:
             self._ticker = asyncio.get_running_loop().call_later(self.limits.tick_s(), self._tick)
-        return listener.port
 
     async def drain(self, grace_s: float, limit_s: float) -> None:
         """Stop: accept for a grace time, let running requests end, cut what is left.

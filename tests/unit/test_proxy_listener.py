@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
-from gateway.proxy.listener import Listener, listen
+from gateway.proxy.listener import Arrivals, Listener, bind, listen
 
 
 class Counting(asyncio.Protocol):
@@ -33,6 +33,10 @@ def connect(port: int, clients: list[socket.socket]) -> None:
     clients.append(socket.create_connection(("127.0.0.1", port)))
 
 
+async def listening(host: str, port: int, made: list[asyncio.BaseTransport]) -> Listener:
+    return listen(await bind(host, port), 512, Arrivals(lambda: Counting(made), None, 1.0).take)
+
+
 async def until(made: list[asyncio.BaseTransport], count: int) -> int:
     turns = 0
     async with asyncio.timeout(10):
@@ -45,7 +49,7 @@ async def until(made: list[asyncio.BaseTransport], count: int) -> int:
 def test_a_burst_is_accepted_in_a_few_turns_of_the_loop(clients: list[socket.socket]) -> None:
     async def run() -> None:
         made: list[asyncio.BaseTransport] = []
-        listener = await listen("127.0.0.1", 0, 512, lambda: Counting(made), None, 1.0)
+        listener = await listening("127.0.0.1", 0, made)
         for _ in range(200):
             connect(listener.port, clients)
         assert await until(made, 200) < 40
@@ -82,7 +86,8 @@ def test_out_of_sockets_is_a_pause_not_an_end(clients: list[socket.socket], capl
         made: list[asyncio.BaseTransport] = []
         real = socket.create_server(("127.0.0.1", 0))
         real.setblocking(False)
-        listener = Listener([OutOfSockets(real)], lambda: Counting(made), None, 1.0)  # type: ignore[list-item]
+        arrivals = Arrivals(lambda: Counting(made), None, 1.0)
+        listener = Listener([OutOfSockets(real)], arrivals.take)  # type: ignore[list-item]
         connect(listener.port, clients)
         await until(made, 1)
         made[0].close()
@@ -97,7 +102,7 @@ def test_a_taken_port_is_named(clients: list[socket.socket]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             with pytest.raises(OSError, match=f"127.0.0.1:{port}"):
-                await listen("127.0.0.1", port, 16, lambda: Counting([]), None, 1.0)
+                await listening("127.0.0.1", port, [])
 
     uvloop.run(run())
 
@@ -105,7 +110,7 @@ def test_a_taken_port_is_named(clients: list[socket.socket]) -> None:
 def test_a_name_with_two_addresses_binds_both_on_one_port(clients: list[socket.socket]) -> None:
     async def run() -> None:
         made: list[asyncio.BaseTransport] = []
-        listener = await listen("localhost", 0, 16, lambda: Counting(made), None, 1.0)
+        listener = await listening("localhost", 0, made)
         connect(listener.port, clients)
         await until(made, 1)
         made[0].close()
