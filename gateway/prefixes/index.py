@@ -23,6 +23,7 @@ cycle collector, whose full pass would otherwise stop the event loop for 100 ms.
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import Protocol
 
 DEFAULT_CAPACITY_BYTES = 1 << 20
@@ -46,7 +47,7 @@ class Schedule(Protocol):
 class _Segment:
     """A run of blocks of one replica, from depth `start` on."""
 
-    __slots__ = ("children", "hashes", "number", "parent", "start", "used")
+    __slots__ = ("children", "hashes", "number", "parent", "published", "start", "used")
 
     def __init__(self, number: int, hashes: "array[int]", start: int, parent: int) -> None:
         self.number = number
@@ -55,6 +56,7 @@ class _Segment:
         self.parent = parent  # 0: none
         self.children: set[int] | None = None
         self.used = 0  # by which insertion, last
+        self.published = 0  # generation of the shared log that last said so; see `shared.py`
 
 
 class _Replica:
@@ -151,36 +153,18 @@ class PrefixIndex:
         if self._forgotten:
             self.sweep(_SWEEP_PER_INSERT)
         replica = self._replica(slot)
-        blocks = replica.blocks
-        segments = replica.segments
         self._clock = used = self._clock + 1
-        length = len(hashes)
-        matched = _depth(blocks, hashes)
+        matched = _depth(replica.blocks, hashes)
         record = Record(slot, hashes, matched, used)
         segment = None
         if matched:
-            segment = _segment_at(replica, hashes, matched - 1)
+            segment = _segment_at(replica, hashes[matched - 1], matched - 1)
             if segment is None:
                 return record
             record.used_before = segment.used
             if matched < segment.start + len(segment.hashes):
                 segment = _split(replica, segment, matched)
-        if matched < length:
-            tail = hashes[matched:] if matched else hashes
-            if segment is not None and segment.children is None:
-                segment.hashes.extend(tail)
-            else:
-                segment = _add_segment(replica, segment, array("Q", tail), matched)
-                if not matched:
-                    self._add_root(slot, hashes[0])
-            blocks.update(dict.fromkeys(tail, segment.number))
-            replica.held_bytes += self._schedule.covered_bytes(length) - self._schedule.offsets[matched]
-        while segment is not None:
-            segment.used = used
-            segments.move_to_end(segment.number)
-            segment = segments.get(segment.parent)
-        if replica.held_bytes > replica.capacity_bytes:
-            self._evict(slot, replica)
+        self._enter(slot, replica, segment, matched, hashes[matched:] if matched else hashes)
         return record
 
     def undo(self, record: Record) -> None:
@@ -193,7 +177,7 @@ class PrefixIndex:
         replica = self._replicas[slot]
         depth = _depth(replica.blocks, hashes)
         while depth > record.matched_blocks:
-            segment = _segment_at(replica, hashes, depth - 1)
+            segment = _segment_at(replica, hashes[depth - 1], depth - 1)
             if segment is None or segment.used != record._used or segment.children is not None:
                 return
             depth = max(segment.start, record.matched_blocks)
@@ -207,9 +191,12 @@ class PrefixIndex:
         if slot >= len(self._replicas) or depth >= len(hashes):
             return
         replica = self._replicas[slot]
-        segment = _segment_at(replica, hashes, depth)
-        if segment is None:
-            return
+        segment = _segment_at(replica, hashes[depth], depth)
+        if segment is not None:
+            self._prune(slot, replica, segment, depth)
+
+    def _prune(self, slot: int, replica: _Replica, segment: _Segment, depth: int) -> None:
+        """Drop a segment's blocks from `depth` on, and everything below them."""
         below = [segment]
         for parent in below:
             below.extend(replica.segments[number] for number in parent.children or ())
@@ -289,6 +276,32 @@ class PrefixIndex:
             replicas.append(_Replica(self._default_capacity_bytes))
         return replicas[slot]
 
+    def _enter(
+        self, slot: int, replica: _Replica, segment: _Segment | None, matched: int, tail: Sequence[int]
+    ) -> _Segment | None:
+        """Put blocks behind the `matched` first ones, which end where the segment does, and mark the path as used.
+
+        Returns:
+            The path's last segment, which may have been evicted again.
+        """
+        if tail:
+            if segment is not None and segment.children is None:
+                segment.hashes.extend(tail)
+            else:
+                segment = _add_segment(replica, segment, array("Q", tail), matched)
+                if not matched:
+                    self._add_root(slot, tail[0])
+            replica.blocks.update(dict.fromkeys(tail, segment.number))
+            replica.held_bytes += self._schedule.covered_bytes(matched + len(tail)) - self._schedule.offsets[matched]
+        last, used, segments = segment, self._clock, replica.segments
+        while segment is not None:
+            segment.used = used
+            segments.move_to_end(segment.number)
+            segment = segments.get(segment.parent)
+        if replica.held_bytes > replica.capacity_bytes:
+            self._evict(slot, replica)
+        return last
+
     def _add_root(self, slot: int, block: int) -> None:
         holders = self._roots.get(block)
         if holders is None:
@@ -344,18 +357,18 @@ def _depth(blocks: dict[int, int], hashes: list[int]) -> int:
     return len(hashes) - bisect_left(hashes[::-1], True, key=blocks.__contains__)
 
 
-def _segment_at(replica: _Replica, hashes: list[int], position: int) -> _Segment | None:
-    """The segment that holds block `position` of a prompt, None if the replica does not hold it.
+def _segment_at(replica: _Replica, block: int, position: int) -> _Segment | None:
+    """The segment that holds a prompt's block at a position, None if the replica does not hold it.
 
     None as well when the hash is that of a block at another depth: 60 bits do not collide by chance, but may
     by intent, and such a prompt is not indexed.
     """
-    number = replica.blocks.get(hashes[position])
+    number = replica.blocks.get(block)
     if number is None:
         return None
     segment = replica.segments[number]
     inside = position - segment.start
-    if 0 <= inside < len(segment.hashes) and segment.hashes[inside] == hashes[position]:
+    if 0 <= inside < len(segment.hashes) and segment.hashes[inside] == block:
         return segment
     return None
 
@@ -382,6 +395,7 @@ def _split(replica: _Replica, segment: _Segment, depth: int) -> _Segment:
     inside = depth - segment.start
     head = _add_segment(replica, parent, segment.hashes[:inside], segment.start)
     head.children = {segment.number}
+    head.published = segment.published
     if parent is not None and parent.children is not None:
         parent.children.discard(segment.number)
     segment.hashes = segment.hashes[inside:]

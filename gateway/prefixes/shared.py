@@ -1,0 +1,242 @@
+"""The prefix index of a worker that shares what it learns: what it has to tell others, and what others have told.
+
+The contract with whoever changes the index
+- `insert`, `undo` and `truncate` mean the same as in a process of its own, and besides tell the journal. Whatever
+  corrects the map (decisions, cached tokens reported by engines) calls these and need not know of sharing.
+- `forget` tells nobody. That a replica has restarted is known by its epoch, which the sharing layer keeps; that it has
+  left this gateway's configuration is no news for others.
+- Slots in `unshared` are not told: every worker hears the truth about them by itself (from KV events, say), and would
+  only repeat it.
+- `graft` and `prune` are for what others have told, and are not told again.
+
+What is told is a chain of blocks behind a parent, as a log of all workers' changes (`gateway.sharing`). A log is cut
+off at its old end, by generation. So each segment remembers the generation in which anybody last told of it, and
+
+- a segment used again in a later generation is told again, by the hash of its last block alone: others count it as
+  used, too;
+- one whose last telling is about to be cut off (`KEPT_GENERATIONS` ago) is told again in full, with its parents.
+
+What has not been used for that long is lost to workers that start later, and to nobody else.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from gateway.prefixes.index import (
+    DEFAULT_CAPACITY_BYTES,
+    PrefixIndex,
+    Record,
+    Schedule,
+    _depth,
+    _Replica,
+    _Segment,
+    _segment_at,
+    _split,
+)
+
+KEPT_GENERATIONS = 8
+"""Told again in full when older. Half of what the log keeps, so that a parent is there as long as its children."""
+FIRST_GENERATION = 2 * KEPT_GENERATIONS + 1
+"""Generations count from here: 0 is what nobody has told."""
+
+
+class Journal(Protocol):
+    """Who is told of changes."""
+
+    def extended(self, slot: int, depth: int, parent: int, tail: Sequence[int]) -> None:
+        """The replica holds blocks and was just used.
+
+        Args:
+            slot: replica slot.
+            depth: number of blocks before these, which others know.
+            parent: hash of the last of those; 0 at depth 0.
+            tail: the blocks; empty if only use is told. It will not change.
+        """
+        ...
+
+    def cut(self, slot: int, depth: int, block: int) -> None:
+        """The replica does not hold `block`, at `depth`, nor what follows it."""
+        ...
+
+
+class SharedIndex(PrefixIndex):
+    """A prefix index that keeps a journal. See the module for what is told.
+
+    Attributes:
+        journal: who is told; None for nobody.
+        unshared: slots of which nothing is told.
+        generations: by slot, the log's generation now. Written by the sharing layer.
+        clock: goes up with every insertion; segments are stamped with it.
+    """
+
+    def __init__(self, schedule: Schedule, default_capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> None:
+        """Make an empty index; the arguments are those of `PrefixIndex`."""
+        super().__init__(schedule, default_capacity_bytes)
+        self.journal: Journal | None = None
+        self.unshared: set[int] = set()
+        self.generations: list[int] = []
+
+    @property
+    def clock(self) -> int:
+        """Number of the last insertion."""
+        return self._clock
+
+    def segments(self, slot: int) -> int:
+        """Number of runs of blocks the replica is believed to hold."""
+        return len(self._replicas[slot].segments) if slot < len(self._replicas) else 0
+
+    # -- changes made here
+
+    def insert(self, slot: int, hashes: list[int]) -> Record:
+        """Insert, and tell what of it others may not know."""
+        record = super().insert(slot, hashes)
+        if self.journal is None or not hashes or slot in self.unshared:
+            return record
+        replica = self._replicas[slot]
+        segment = _segment_at(replica, hashes[-1], len(hashes) - 1)
+        if segment is not None:
+            generation = self.generations[slot]
+            used_since = segment.published == generation
+            depth = self._stamp(replica, segment, generation, record.matched_blocks)
+            if depth < len(hashes) or not used_since:
+                if depth:
+                    self.journal.extended(slot, depth, hashes[depth - 1], hashes[depth:])
+                else:
+                    self.journal.extended(slot, 0, 0, hashes)
+        return record
+
+    def undo(self, record: Record) -> None:
+        """Undo, and tell what is gone."""
+        slot, hashes = record.slot, record.hashes
+        before = _depth(self._replicas[slot].blocks, hashes)
+        super().undo(record)
+        depth = _depth(self._replicas[slot].blocks, hashes)
+        if depth < before:
+            self._tell_cut(slot, hashes, depth)
+
+    def truncate(self, slot: int, hashes: list[int], depth: int) -> None:
+        """Truncate, and tell what is gone."""
+        known = slot < len(self._replicas) and depth < len(hashes) and hashes[depth] in self._replicas[slot].blocks
+        super().truncate(slot, hashes, depth)
+        if known:
+            self._tell_cut(slot, hashes, depth)
+
+    def _tell_cut(self, slot: int, hashes: Sequence[int], depth: int) -> None:
+        if self.journal is not None and slot not in self.unshared:
+            self.journal.cut(slot, depth, hashes[depth])
+
+    def _stamp(self, replica: _Replica, segment: _Segment | None, generation: int, depth: int) -> int:
+        """Mark a path as told; return how many blocks before `depth` need not be told again."""
+        due = generation - KEPT_GENERATIONS
+        segments = replica.segments
+        while segment is not None:
+            if segment.published < due and segment.start < depth:
+                depth = segment.start
+            segment.published = generation
+            segment = segments.get(segment.parent)
+        return depth
+
+    # -- changes others have told of
+
+    def graft(self, slot: int, depth: int, parent: int, tail: "array[int]") -> bool:
+        """Learn from another worker that a replica holds blocks and was just used.
+
+        Args:
+            slot: replica slot.
+            depth: number of blocks before these.
+            parent: hash of the last of those; meaningless at depth 0.
+            tail: the blocks; empty if only use is told.
+
+        Returns:
+            False if the parent is not known here, and nothing was learned.
+        """
+        if self._forgotten:
+            self.sweep(1)
+        replica = self._replica(slot)
+        blocks = replica.blocks
+        hashes = tail.tolist()
+        segment: _Segment | None = None
+        known = 0
+        if depth:
+            segment = _segment_at(replica, parent, depth - 1)
+            if segment is None:
+                return False
+        if hashes and hashes[0] in blocks:
+            known = _depth(blocks, hashes)
+            segment = _segment_at(replica, hashes[known - 1], depth + known - 1)
+            if segment is None:
+                return False
+            hashes = hashes[known:]
+        elif not hashes and not depth:
+            return True
+        matched = depth + known
+        self._clock += 1
+        if segment is not None and matched < segment.start + len(segment.hashes):
+            segment = _split(replica, segment, matched)
+        # All numbers of the path are right only now: the schedule's offsets must reach that far, too.
+        self._schedule.covered_bytes(matched)
+        last = self._enter(slot, replica, segment, matched, hashes)
+        self._stamp(replica, last, self.generations[slot], 0)
+        return True
+
+    def prune(self, slot: int, depth: int, block: int) -> None:
+        """Learn from another worker that a replica does not hold a block, nor what follows it.
+
+        Args:
+            slot: replica slot.
+            depth: number of blocks before it.
+            block: its hash.
+        """
+        if slot < len(self._replicas):
+            segment = _segment_at(self._replicas[slot], block, depth)
+            if segment is not None:
+                self._prune(slot, self._replicas[slot], segment, depth)
+
+    # -- telling again
+
+    def retell(self, slot: int, since: int) -> Iterator[int]:
+        """Tell the journal again what a replica holds: oldest use first, parents before their children.
+
+        Whatever anybody tells meanwhile is left out.
+
+        Args:
+            slot: replica slot.
+            since: only what has been used after this `clock`; 0 for all that the log may have lost.
+
+        Yields:
+            Blocks told since the last yield: a place to pause.
+        """
+        if slot >= len(self._replicas) or self.journal is None or slot in self.unshared:
+            return
+        replica = self._replicas[slot]
+        segments = replica.segments
+        numbers: list[int] = []
+        if since:
+            for number in reversed(segments):
+                segment = segments[number]
+                if segment.used <= since:
+                    break
+                segment.published = 0
+                numbers.append(number)
+            numbers.reverse()
+        else:
+            numbers.extend(segments)
+        begun = self.generations[slot]
+        for number in numbers:
+            top = segments.get(number)
+            if self._replicas[slot] is not replica:
+                return
+            if top is None or top.published >= begun:
+                continue
+            parts: list[Sequence[int]] = []
+            while True:
+                parts.append(top.hashes)
+                top.published = self.generations[slot]
+                parent = segments.get(top.parent)
+                if parent is None or parent.published >= begun:
+                    break
+                top = parent
+            tail = [block for part in reversed(parts) for block in part]
+            self.journal.extended(slot, top.start, parent.hashes[-1] if parent is not None else 0, tail)
+            yield len(tail)
