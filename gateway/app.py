@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Mapping
 
 from gateway.admin.server import AdminServer
+from gateway.admin.view import GatewayView
 from gateway.config import Config, ModelSlo, ReplicaConfig
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
@@ -21,7 +23,7 @@ from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.proxy.routes import Routes
 from gateway.proxy.tally import Tally
-from gateway.reload import ReplicaChanges, base_url, replica_changes, sections_that_wait
+from gateway.reload import change_replicas, check_names, replica_changes, sections_that_wait
 from gateway.replicas.breaker import BreakerSettings
 from gateway.replicas.ejection import Ejector
 from gateway.replicas.health import HealthChecker, HealthSettings
@@ -127,6 +129,17 @@ def plane_limits(config: Config) -> PlaneLimits:
     )
 
 
+def health_settings(config: Config) -> HealthSettings:
+    """Return how replicas are probed."""
+    health = config.health
+    return HealthSettings(health.interval_s, health.timeout_s, health.rise, health.fall, path=health.path)
+
+
+def scrape_settings(config: Config) -> ScrapeSettings:
+    """Return how the replicas' metrics are read."""
+    return ScrapeSettings(config.scrape.interval_s, config.scrape.timeout_s)
+
+
 def slo_rules(config: Config) -> SloRules:
     """Return the rules for latency targets, with what models leave out filled in."""
     slo = config.slo
@@ -148,16 +161,17 @@ class Gateway:
     """One worker: everything, wired.
 
     Attributes:
-        fleet, router, plane, tally: the parts others may want to look at.
+        fleet, router, plane, tally, view: the parts others may want to look at.
         port, admin_port: bound ports, after `start`.
     """
 
-    def __init__(self, config: Config, request_log: RequestLog | None = None) -> None:
+    def __init__(self, config: Config, request_log: RequestLog | None = None, worker: int = 1) -> None:
         """Wire a gateway; must be called with a running event loop.
 
         Args:
             config: a configuration that `validate` accepts.
             request_log: where request lines go; standard output by default.
+            worker: its number among the processes that share a port.
         """
         loop = asyncio.get_running_loop()
         self.config = config
@@ -189,6 +203,7 @@ class Gateway:
             schedule,
             routing.session_header,
             routing.slow_start_s,
+            prefixes.feedback,
         )
         self.router.slo.use(slo_rules(config))
         self.tally = Tally()
@@ -210,21 +225,18 @@ class Gateway:
             asks_usage=prefixes.ask_usage,
         )
         key = config.admin.key
+        self.view = GatewayView(self.plane, self._ejector, worker)
         self._admin = AdminServer(
-            self.plane,
-            self._ejector,
+            self.view,
             key=key.get_secret_value() if key is not None else None,
             config=config.model_dump(mode="json"),
         )
         self._probes = ProbeClient(tls=tls)
-        self._scraper = Scraper(
-            self.fleet, self._probes, ScrapeSettings(config.scrape.interval_s, config.scrape.timeout_s)
-        )
-        health = config.health
+        self._scraper = Scraper(self.fleet, self._probes, scrape_settings(config))
         self._health = HealthChecker(
             self.fleet,
             self._probes,
-            HealthSettings(health.interval_s, health.timeout_s, health.rise, health.fall, path=health.path),
+            health_settings(config),
             self.plane.replica_active,
             self._scraper.scrape,
         )
@@ -258,6 +270,16 @@ class Gateway:
             len(self.fleet.replicas),
         )
 
+    def start_behind(self, connections: socket.socket) -> None:
+        """Serve connections that another process accepts. That process also probes the replicas and is asked by admins.
+
+        Args:
+            connections: where they come in; see `gateway.proxy.handed`.
+        """
+        if self._request_log is not None:
+            self._request_log.start()
+        self.plane.adopt(connections, self._client_tls)
+
     async def reload(self, config: Config) -> None:
         """Put another configuration in force, as far as that is possible while running.
 
@@ -275,10 +297,10 @@ class Gateway:
             [replica_spec(replica, old) for replica in old.replicas],
             [replica_spec(replica, config) for replica in config.replicas],
         )
-        self._check_names(changes)
+        check_names(self.fleet, changes)
         tls = await asyncio.to_thread(self._renewed_tls, config)
         self.config = config
-        self._change_replicas(changes)
+        change_replicas(self.fleet, changes)
         if config.aliases != old.aliases:
             self.fleet.use_aliases(config.aliases)
         policy = (routing.policy, routing.policy_options, routing.seed)
@@ -304,36 +326,6 @@ class Gateway:
         if self._client_tls is not None and config.listen.tls is not None:
             self._client_tls.load_cert_chain(config.listen.tls.cert, config.listen.tls.key)
         return replica_tls(config)
-
-    def _check_names(self, changes: ReplicaChanges) -> None:
-        staying = {r.name for r in self.fleet.replicas.values() if r.base_url not in changes.removed}
-        for spec in changes.added:
-            if spec.name in staying:
-                raise ValueError(f"there is a replica named {spec.name} already; the names given by themselves stay")
-
-    def _change_replicas(self, changes: ReplicaChanges) -> None:
-        fleet = self.fleet
-        by_url = {replica.base_url: replica for replica in fleet.replicas.values()}
-        removed = {}
-        for url in changes.removed:
-            replica = by_url.pop(url, None)
-            if replica is not None:
-                removed[url] = replica
-                fleet.remove(replica.name)
-                logger.info("%s is removed", replica.name)
-        for url, spec in changes.adjusted:
-            if url in by_url:
-                fleet.reconfigure(by_url[url], spec)
-        for spec in changes.added:
-            if base_url(spec) in by_url:
-                continue
-            added = fleet.add(spec)
-            logger.info("%s is added", added.name)
-            before = removed.get(base_url(spec))
-            if before is not None and before.up:
-                # The same process under another name or role: it need not be out of service until its first probe.
-                fleet.set_served(added, before.listing.objects.values())
-                fleet.set_up(added, True)
 
     async def stop(self) -> None:
         """Drain, then close everything."""

@@ -731,6 +731,7 @@ class Exchange:
                 usage.prompt_tokens if usage is not None else None,
                 usage.completion_tokens if usage is not None else None,
                 keep_prefix=keep_prefix,
+                cached_tokens=usage.cached_tokens if usage is not None else None,
             )
             self._plane.queue.room_may_be()
 

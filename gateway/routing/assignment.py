@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from gateway.estimator.predictor import Predictor
-from gateway.prefixes.index import PrefixIndex, Record
+from gateway.prefixes.feedback import Promise
 from gateway.replicas.breaker import Outcome as AttemptOutcome
 from gateway.replicas.ejection import Attempt, Ejector
 from gateway.replicas.load import LoadLedger, Ticket
@@ -19,7 +19,6 @@ class Releases(Protocol):
 
     fleet: Fleet
     ejector: Ejector
-    index: PrefixIndex
     ledger: LoadLedger
     predictor: Predictor
     slo: SloFilter
@@ -48,8 +47,8 @@ class Assignment:
         "_attempt",
         "_first",
         "_parts",
+        "_promise",
         "_query",
-        "_record",
         "_ticket",
         "_work_s",
         "assigned_s",
@@ -79,7 +78,7 @@ class Assignment:
         predicted_ttft_s: float,
         work_s: float,
         ticket: Ticket,
-        record: Record | None,
+        promise: Promise | None,
         attempt: Attempt,
         first: bool,
         outlook: Outlook | None = None,
@@ -100,7 +99,7 @@ class Assignment:
         self.step_seen_s = parts.ledger.step_seen_s
         self._work_s = work_s
         self._ticket = ticket
-        self._record = record
+        self._promise = promise
         self._attempt = attempt
         self._first = first
         self.outlook = outlook
@@ -112,6 +111,8 @@ class Assignment:
             return
         self.observed_ttft_s = now_s - self.assigned_s
         self._ticket.first_token(now_s)
+        if self._promise is not None:
+            self._promise.computed()
         self._parts.ejector.answered(self._attempt)
         # The slot may belong to another replica by now.
         if self._first and self._query.key is not None and self._parts.fleet.has(self.replica):
@@ -130,6 +131,7 @@ class Assignment:
         completion_tokens: int | None,
         *,
         keep_prefix: bool,
+        cached_tokens: int | None = None,
     ) -> None:
         """Give back everything that is still held; only the first call counts.
 
@@ -139,6 +141,7 @@ class Assignment:
             prompt_tokens: as the engine reported them, if it did.
             completion_tokens: as the engine reported them, if it did.
             keep_prefix: the prompt was computed there, so the prefix map is right to say so.
+            cached_tokens: prompt tokens the engine found in its cache, if it told.
         """
         if self.finished:
             return
@@ -146,8 +149,8 @@ class Assignment:
         parts = self._parts
         self._ticket.finish(now_s)
         parts.ejector.record(self._attempt, outcome, now_s)
-        if not keep_prefix and self._record is not None:
-            parts.index.undo(self._record)
+        if self._promise is not None:
+            self._promise.ended(prompt_tokens, cached_tokens, kept=keep_prefix)
         parts.learn(self._query, prompt_tokens, completion_tokens)
         if self.predicted_tpot_s is not None:
             self._learn_tpot(now_s, outcome, completion_tokens)

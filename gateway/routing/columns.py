@@ -14,7 +14,7 @@ from gateway.replicas.registry import Fleet
 from policies.types import Candidates, Column
 
 ENGINE_BLOCK_TOKENS = 16
-"""vLLM's block size on accelerators: cached tokens come in multiples of it."""
+"""vLLM's block size on accelerators, until its metrics say otherwise: cached tokens come in multiples of it."""
 
 ENGINE_REFRESH_S = 0.05
 """How often what the engines' metrics say is copied for policies that read it: often against any scrape interval,
@@ -33,6 +33,7 @@ class Columns:
         candidates: the view that policies get; its `slots` are set per request.
         matched_tokens, own_prefill_s, predicted_ttft_s: per-request columns the router reads as well.
         capacity_tokens: KV capacity by slot.
+        block_tokens: the engines' block sizes by slot.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Columns:
         self._predictor = predictor
         self._offsets = schedule.offsets
         self.capacity_tokens: list[float] = []
+        self.block_tokens: list[int] = []
         self.matched_tokens: list[float] = []
         self.own_prefill_s: list[float] = []
         self.predicted_ttft_s: list[float] = []
@@ -93,6 +95,7 @@ class Columns:
                 column.append(0.0)
             self._waiting.append(0)
             self._running.append(0)
+            self.block_tokens.append(ENGINE_BLOCK_TOKENS)
             self._names.append("")
         self._names[slot] = name
         self._waiting[slot], self._running[slot], self._kv_usage[slot] = 0, 0, 0.0
@@ -147,11 +150,11 @@ class Columns:
         if matched:
             per_byte = prompt_tokens / key.canonical_bytes
             # The engine computes at least the last token itself, and caches whole blocks only.
-            most = ((int(prompt_tokens) - 1) // ENGINE_BLOCK_TOKENS) * ENGINE_BLOCK_TOKENS
-            offsets, tokens = self._offsets, self.matched_tokens
+            most = max(int(prompt_tokens) - 1, 0)
+            offsets, tokens, sizes = self._offsets, self.matched_tokens, self.block_tokens
             for slot, blocks in matched:
-                held = int(offsets[blocks] * per_byte) // ENGINE_BLOCK_TOKENS * ENGINE_BLOCK_TOKENS
-                tokens[slot] = float(max(min(held, most), 0))
+                held = min(int(offsets[blocks] * per_byte), most)
+                tokens[slot] = float(held - held % sizes[slot])
 
     def _predict(self, slots: Sequence[int], prompt_tokens: float, now_s: float) -> None:
         ledger = self._ledger

@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from weakref import WeakSet
 
 from gateway.estimator.predictor import Predictor, ReplicaClass
+from gateway.prefixes.feedback import CacheFeedback, Promise
 from gateway.prefixes.index import PrefixIndex
-from gateway.prompt.blocks import DEFAULT_SCHEDULE, BlockSchedule
+from gateway.prompt.blocks import DEFAULT_SCHEDULE, BlockSchedule, PromptKey
 from gateway.prompt.body import RequestBody
 from gateway.prompt.tokens import TokensPerByte
 from gateway.replicas.ejection import Ejector
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Change, Fleet, Replica
 from gateway.routing.assignment import Assignment
-from gateway.routing.columns import Columns
+from gateway.routing.columns import ENGINE_BLOCK_TOKENS, Columns
 from gateway.routing.query import Query
 from gateway.routing.refusals import NoReplica, Saturated, UnknownModel
 from gateway.routing.room import Room
@@ -53,6 +54,7 @@ class Router:
         schedule: BlockSchedule = DEFAULT_SCHEDULE,
         session_header: str | None = None,
         slow_start_s: float = 0.0,
+        feedback: bool = True,
     ) -> None:
         """Wire the parts together and follow the fleet from now on.
 
@@ -67,12 +69,14 @@ class Router:
             schedule: where prompts are cut into blocks.
             session_header: lower-case name of the header that carries a session key.
             slow_start_s: how long a replica that comes up takes to its full share; 0 for none.
+            feedback: correct the prefix map by what engines report of their caches.
         """
         self.fleet = fleet
         self.ledger = ledger
         self.room = Room(ledger.in_flight, slow_start_s)
         self.ejector = ejector
         self.index = index
+        self.feedback = CacheFeedback(index, schedule, enabled=feedback)
         self.tokens = tokens
         self.predictor = predictor
         self._columns = Columns(fleet, ledger, index, predictor, schedule)
@@ -225,12 +229,17 @@ class Router:
             ttft_s,
             self.predictor.work_s(slot, ttft_s),
             ticket,
-            self.index.insert(slot, key.hashes) if key is not None and key.hashes else None,
+            self._promise(slot, key) if key is not None and key.hashes else None,
             self.ejector.begin(replica),
             not tried,
             outlook,
             slo.tpot_s[slot] if targets is not None and targets.tpot_s is not None else None,
         )
+
+    def _promise(self, slot: int, key: PromptKey) -> Promise:
+        """Enter a prompt into the map; the engine will tell whether what it promised was there."""
+        # A medium is 16 bytes here and any number of tokens there; positions cannot be converted.
+        return self.feedback.promise(self.index.insert(slot, key.hashes), 0 if key.media else key.canonical_bytes)
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """Take in what the engine reported of a request.
@@ -258,10 +267,12 @@ class Router:
         elif change is Change.REMOVED:
             self.ledger.retire(replica.slot)
             self.index.forget(replica.slot)
+            self.feedback.forget(replica.slot)
             self.room.forget(replica.slot)
             self._forget(replica.slot)
         elif change is Change.RESTARTED:
             self.index.forget(replica.slot)
+            self.feedback.forget(replica.slot)
             self._forget(replica.slot)
         elif change in (Change.MODELS, Change.CONFIGURED):
             self._configure(replica)
@@ -306,4 +317,6 @@ class Router:
         capacity = scraped or self._class_of(replica).kv_capacity_tokens() or DEFAULT_CAPACITY_TOKENS
         self._columns.capacity_tokens[replica.slot] = float(capacity)
         pool = self.fleet.pool(min(replica.base_models, default=None))
-        self.index.set_capacity(replica.slot, int(capacity / self.tokens.ratio(pool)))
+        block_tokens = replica.kv.block_size_tokens or ENGINE_BLOCK_TOKENS
+        self._columns.block_tokens[replica.slot] = block_tokens
+        self.feedback.set_capacity(replica.slot, int(capacity / self.tokens.ratio(pool)), block_tokens)
