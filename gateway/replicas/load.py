@@ -13,12 +13,31 @@ Theory of operation
   an older one release nothing.
 - Sums of floats gather dust. Columns are set to exactly 0.0 when nothing is left that could have added to
   them.
+- Other workers may send to the same replicas. What they have outstanding is in the columns too (`set_others`), so that
+  a policy sees the sum; only the queue is this worker's own.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 _WAITING, _DECODING, _FINISHED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Outstanding work on one replica: a worker's own, or that of others. Units as in the ledger's columns."""
+
+    in_flight: int = 0
+    decodes: int = 0
+    prefill_tokens: float = 0.0
+    prefill_work_s: float = 0.0
+    context_tokens: float = 0.0
+    kv_tokens: float = 0.0
+    kv_own_tokens: float = 0.0
+
+
+NO_LOAD = Load()
 
 
 class Ticket:
@@ -109,6 +128,7 @@ class LoadLedger:
         "_busy_since_s",
         "_generations",
         "_heads",
+        "_others",
         "_queues",
         "context_tokens",
         "decodes",
@@ -143,6 +163,7 @@ class LoadLedger:
         self._heads: list[Ticket | None] = []
         # Since when the head of the queue has been computed; meaningless without a head.
         self._busy_since_s: list[float] = []
+        self._others: list[Load] = []
 
     def open(self, slot: int) -> None:
         """Make sure the columns have an entry for this slot.
@@ -163,6 +184,7 @@ class LoadLedger:
             self._queues.append(OrderedDict())
             self._heads.append(None)
             self._busy_since_s.append(0.0)
+            self._others.append(NO_LOAD)
 
     def retire(self, slot: int) -> None:
         """The slot's replica is gone: its columns are zeroed and its tickets release nothing any more."""
@@ -180,6 +202,42 @@ class LoadLedger:
         self._queues[slot] = OrderedDict()
         self._heads[slot] = None
         self._busy_since_s[slot] = 0.0
+        self._others[slot] = NO_LOAD
+
+    def set_others(self, slot: int, load: Load) -> None:
+        """Say what other workers have outstanding on a slot's replica, all of them together.
+
+        Args:
+            slot: the replica's slot, opened before.
+            load: theirs; takes the place of what was said before.
+        """
+        own = self.own(slot)
+        self._others[slot] = load
+        self.in_flight[slot] = own.in_flight + load.in_flight
+        self.decodes[slot] = own.decodes + load.decodes
+        self.prefill_tokens[slot] = own.prefill_tokens + load.prefill_tokens
+        self.prefill_work_s[slot] = own.prefill_work_s + load.prefill_work_s
+        self.context_tokens[slot] = own.context_tokens + load.context_tokens
+        self.kv_tokens[slot] = own.kv_tokens + load.kv_tokens
+        self.kv_own_tokens[slot] = own.kv_own_tokens + load.kv_own_tokens
+
+    def own(self, slot: int) -> Load:
+        """Return what this worker itself has outstanding on a slot's replica."""
+        others = self._others[slot]
+        in_flight = self.in_flight[slot] - others.in_flight
+        if not in_flight:
+            return NO_LOAD
+        decodes = self.decodes[slot] - others.decodes
+        waits = self._heads[slot] is not None
+        return Load(
+            in_flight,
+            decodes,
+            max(self.prefill_tokens[slot] - others.prefill_tokens, 0.0) if waits else 0.0,
+            max(self.prefill_work_s[slot] - others.prefill_work_s, 0.0) if waits else 0.0,
+            max(self.context_tokens[slot] - others.context_tokens, 0.0) if decodes else 0.0,
+            max(self.kv_tokens[slot] - others.kv_tokens, 0.0),
+            max(self.kv_own_tokens[slot] - others.kv_own_tokens, 0.0),
+        )
 
     def start(
         self,
@@ -235,7 +293,7 @@ class LoadLedger:
         """
         head = self._heads[slot]
         if head is None:
-            return 0.0
+            return self.prefill_work_s[slot]
         progress_s = now_s - self._busy_since_s[slot]
         if progress_s <= 0.0:
             return self.prefill_work_s[slot]
@@ -258,7 +316,7 @@ class LoadLedger:
         for slot in slots:
             head = heads[slot]
             if head is None:
-                column[slot] = 0.0
+                column[slot] = work_s[slot]  # that of others
                 continue
             progress_s = now_s - since_s[slot]
             if progress_s > head._prefill_s:
@@ -276,8 +334,9 @@ class LoadLedger:
         del queue[ticket]
         if not queue:
             self._heads[slot] = None
-            self.prefill_tokens[slot] = 0.0
-            self.prefill_work_s[slot] = 0.0
+            others = self._others[slot]
+            self.prefill_tokens[slot] = others.prefill_tokens
+            self.prefill_work_s[slot] = others.prefill_work_s
             return
         self.prefill_tokens[slot] = max(self.prefill_tokens[slot] - ticket._prefill_tokens, 0.0)
         self.prefill_work_s[slot] = max(self.prefill_work_s[slot] - ticket._prefill_s, 0.0)
