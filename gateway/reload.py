@@ -1,8 +1,8 @@
 """A configuration that changes while the gateway runs: what differs, what of it takes effect, and when to look.
 
-`replica_changes` and `sections_that_wait` are pure; `Gateway.reload` carries out what they find. A replica is known by
-its URL. One that leaves the file gets no request from then on, and what runs on it ends in its own time. One of which
-only the key, the limit or the hardware changes stays what it is, cache and all.
+`replica_changes` and `sections_that_wait` are pure; `change_replicas` and `Gateway.reload` carry out what they find. A
+replica is known by its URL. One that leaves the file gets no request from then on, and what runs on it ends in its own
+time. One of which only the key, the limit or the hardware changes stays what it is, cache and all.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.config import Config, ConfigError
+from gateway.replicas.registry import Fleet
 from gateway.replicas.spec import ReplicaSpec, parse_address
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,43 @@ def replica_changes(old: Sequence[ReplicaSpec], new: Sequence[ReplicaSpec]) -> R
 def _same_replica(one: ReplicaSpec, other: ReplicaSpec) -> bool:
     """Say whether two specifications differ in nothing that a running replica could not take over."""
     return (one.name, one.models, one.role) == (other.name, other.models, other.role)
+
+
+def check_names(fleet: Fleet, changes: ReplicaChanges) -> None:
+    """Check that the replicas to be added can have the names they ask for.
+
+    Raises:
+        ValueError: one that stays has such a name.
+    """
+    staying = {replica.name for replica in fleet.replicas.values() if replica.base_url not in changes.removed}
+    for spec in changes.added:
+        if spec.name in staying:
+            raise ValueError(f"there is a replica named {spec.name} already; the names given by themselves stay")
+
+
+def change_replicas(fleet: Fleet, changes: ReplicaChanges) -> None:
+    """Remove, adjust and add replicas; those that are not named in the changes keep all that is known of them."""
+    by_url = {replica.base_url: replica for replica in fleet.replicas.values()}
+    removed = {}
+    for url in changes.removed:
+        replica = by_url.pop(url, None)
+        if replica is not None:
+            removed[url] = replica
+            fleet.remove(replica.name)
+            logger.info("%s is removed", replica.name)
+    for url, spec in changes.adjusted:
+        if url in by_url:
+            fleet.reconfigure(by_url[url], spec)
+    for spec in changes.added:
+        if base_url(spec) in by_url:
+            continue
+        added = fleet.add(spec)
+        logger.info("%s is added", added.name)
+        before = removed.get(base_url(spec))
+        if before is not None and before.up:
+            # The same process under another name or role: it need not be out of service until its first probe.
+            fleet.set_served(added, before.listing.objects.values())
+            fleet.set_up(added, True)
 
 
 def sections_that_wait(old: Config, new: Config) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The Prometheus page, made from the plain counters of the data plane when it is asked for."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,6 +20,30 @@ def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram)
         buckets.append((repr(float(bound)), running))
     buckets.append(("+Inf", histogram.count))
     family.add_metric(labels, buckets, histogram.total)
+
+
+class WorkerCollector(Collector):
+    """What one worker process is and uses, by its number."""
+
+    def __init__(self, worker: int, plane: DataPlane, resident_bytes: Callable[[], int]) -> None:
+        self._worker = str(worker)
+        self._plane = plane
+        self._resident_bytes = resident_bytes
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families."""
+        gauges = (
+            ("resident_memory_bytes", "Memory of the worker in RAM.", self._resident_bytes()),
+            ("client_connections", "Open client connections of the worker.", self._plane.open_connections),
+            ("requests_in_progress", "Requests under way in the worker.", self._plane.tally.in_progress),
+        )
+        for name, documentation, value in gauges:
+            gauge = GaugeMetricFamily(f"warmgate_worker_{name}", documentation, labels=["worker"])
+            gauge.add_metric([self._worker], value)
+            yield gauge
+        cpu = CounterMetricFamily("warmgate_worker_cpu_seconds", "CPU time of the worker.", labels=["worker"])
+        cpu.add_metric([self._worker], time.process_time())
+        yield cpu
 
 
 class GatewayCollector(Collector):

@@ -7,12 +7,9 @@ from importlib import resources
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from gateway.admin.metrics import GatewayCollector
-from gateway.proxy.plane import DataPlane
-from gateway.replicas.ejection import Ejector
+from gateway.admin.view import AdminView
 from gateway.version import VERSION
 
 _DASHBOARD = resources.files("gateway.admin").joinpath("dashboard.html").read_text(encoding="utf-8")
@@ -23,24 +20,17 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class AdminServer:
     """The admin application and its socket."""
 
-    def __init__(self, plane: DataPlane, ejector: Ejector, *, key: str | None, config: dict[str, Any]) -> None:
+    def __init__(self, view: AdminView, *, key: str | None, config: dict[str, Any]) -> None:
         """Make the application.
 
         Args:
-            plane: the data plane to tell about.
-            ejector: the breakers' states.
+            view: answers its questions.
             key: bearer key of /admin/...; None lets loopback clients in, and only those.
             config: the configuration in force, secrets masked.
         """
-        self._plane = plane
-        self._ejector = ejector
+        self._view = view
         self._key = key.encode() if key is not None else None
         self._config = config
-        self._registry = CollectorRegistry()
-        self._registry.register(GatewayCollector(plane, ejector))
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        GCCollector(registry=self._registry)
         self._runner: web.AppRunner | None = None
 
     def application(self) -> web.Application:
@@ -51,6 +41,7 @@ class AdminServer:
         application.router.add_get("/health", self._health)
         application.router.add_get("/ready", self._ready)
         application.router.add_get("/admin/replicas", self._replicas)
+        application.router.add_get("/admin/workers", self._workers)
         application.router.add_get("/admin/config", self._show_config)
         return application
 
@@ -99,53 +90,20 @@ class AdminServer:
         return web.Response(text=_DASHBOARD, content_type="text/html", headers={"Content-Security-Policy": _POLICY})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=await self._view.metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "version": VERSION})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        if self._plane.draining:
-            return web.json_response({"status": "draining"}, status=503)
-        if not self._plane.listening:
-            return web.json_response({"status": "starting"}, status=503)
-        if not self._plane.router.fleet.any_routable:
-            return web.json_response({"status": "no replica can take requests"}, status=503)
-        return web.json_response({"status": "ready"})
+        status = self._view.readiness()
+        return web.json_response({"status": status}, status=200 if status == "ready" else 503)
 
     async def _replicas(self, request: web.Request) -> web.Response:
-        router = self._plane.router
-        ledger, predictor = router.ledger, router.predictor
-        replicas = []
-        for replica in router.fleet.replicas.values():
-            slot = replica.slot
-            errors = predictor.errors[slot]
-            replicas.append(
-                {
-                    "name": replica.name,
-                    "url": replica.spec.url,
-                    "role": replica.role,
-                    "models": sorted(replica.served),
-                    "up": replica.up,
-                    "routable": replica.routable,
-                    "draining": replica.draining,
-                    "breaker": self._ejector.state(replica),
-                    "epoch": replica.epoch,
-                    "in_flight": ledger.in_flight[slot],
-                    "decodes": ledger.decodes[slot],
-                    "prefill_tokens": ledger.prefill_tokens[slot],
-                    "kv_tokens": ledger.kv_tokens[slot],
-                    "kv_capacity_tokens": replica.kv.kv_capacity_tokens,
-                    "prefix_map_blocks": router.index.blocks(slot),
-                    "ttft_prediction": {
-                        "bias": errors.bias(),
-                        "median_ape": errors.absolute_quantile(0.5),
-                        "p90_ape": errors.absolute_quantile(0.9),
-                        "count": errors.count,
-                    },
-                }
-            )
-        return web.json_response({"policy": router.policy.name, "replicas": replicas})
+        return web.json_response(await self._view.replicas())
+
+    async def _workers(self, request: web.Request) -> web.Response:
+        return web.json_response({"workers": await self._view.workers()})
 
     async def _show_config(self, request: web.Request) -> web.Response:
         return web.json_response(self._config)

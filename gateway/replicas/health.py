@@ -111,7 +111,7 @@ class HealthChecker:
         fleet: Fleet,
         client: ProbeClient,
         settings: HealthSettings | None = None,
-        is_active: Callable[[int], bool] = lambda slot: False,
+        is_active: Callable[[int], bool | Awaitable[bool]] = lambda slot: False,
         refresh: Callable[[Replica], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -159,11 +159,12 @@ class HealthChecker:
             await self._client.get(replica, path, timeout_s, _HEALTH_LIMIT_BYTES)
         except ProbeError as error:
             failure, detail = error.failure, str(error)
+        active = failure is ProbeFailure.TIMEOUT and await self._active(replica)
         if not self._fleet.has(replica):
             return
         vitals = self._vitals.setdefault(replica, Vitals(self._settings))
         seen_before = vitals.up is not None
-        verdict = vitals.observe(failure, failure is ProbeFailure.TIMEOUT and self._is_active(replica.slot))
+        verdict = vitals.observe(failure, active)
         if verdict is True:
             await self._came_up(replica, vitals, seen_before)
         elif verdict is False:
@@ -185,6 +186,10 @@ class HealthChecker:
             return
         self._without_models.discard(replica)
         self._fleet.set_served(replica, entries)
+
+    async def _active(self, replica: Replica) -> bool:
+        active = self._is_active(replica.slot)
+        return active if isinstance(active, bool) else await active
 
     def _models_due(self, replica: Replica) -> bool:
         return not replica.served or self._clock() >= self._models_due_s.get(replica, 0.0)
