@@ -101,6 +101,8 @@ class PromptKey:
     """Images, videos, sounds and files: each is 16 bytes here and many tokens in the engine."""
     head_hash: int = 0
     """Hash of the first block, or of the whole prompt when it is shorter than one."""
+    computed_anew: bool = False
+    """The engine computes all of it whatever it has cached, because the answer needs every token's logits."""
 
 
 def prompt_key(

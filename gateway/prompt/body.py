@@ -98,6 +98,12 @@ def parse_body(
             name = served_names.get(name, name)
         data, exact_tokens, media = canonical
         prompt = prompt_key(data, pool_seed(name, salt), exact_tokens, media, schedule)
+        # vLLM, `SamplingParams.skip_reading_prefix_cache`: with logprobs of the prompt the cache is not read. `echo`
+        # asks for them when there are logprobs at all.
+        if get("prompt_logprobs") is not None or (
+            get("echo") is True and (get("logprobs") is not None or get("top_logprobs") is not None)
+        ):
+            prompt.computed_anew = True
     return RequestBody(
         model,
         stream,

@@ -119,7 +119,7 @@ class Columns:
         Returns:
             The view for the policy. Call `clear` when it is not needed any more.
         """
-        if key is not None:
+        if key is not None and not key.computed_anew:
             self._match(key, prompt_tokens)
         if self._reads_ahead:
             self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)

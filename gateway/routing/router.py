@@ -238,8 +238,10 @@ class Router:
 
     def _promise(self, slot: int, key: PromptKey) -> Promise:
         """Enter a prompt into the map; the engine will tell whether what it promised was there."""
+        record = self.index.insert(slot, key.hashes)
         # A medium is 16 bytes here and any number of tokens there; positions cannot be converted.
-        return self.feedback.promise(self.index.insert(slot, key.hashes), 0 if key.media else key.canonical_bytes)
+        judged = not key.media and not key.computed_anew
+        return self.feedback.promise(record, key.canonical_bytes if judged else 0)
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """Take in what the engine reported of a request.

@@ -146,6 +146,24 @@ def test_an_alias_shares_the_key_of_its_model() -> None:
     assert hashes("alias") != hashes("m")
 
 
+@pytest.mark.parametrize(
+    ("fields", "computed_anew"),
+    [
+        ({}, False),
+        ({"prompt_logprobs": None, "logprobs": 1}, False),
+        ({"prompt_logprobs": 0}, True),
+        ({"echo": True}, False),
+        ({"echo": True, "logprobs": 0}, True),
+        ({"echo": True, "top_logprobs": 2}, True),
+        ({"echo": False, "logprobs": 1}, False),
+    ],
+)
+def test_logprobs_of_the_prompt_are_computed_anew(fields: dict[str, Any], computed_anew: bool) -> None:
+    key = parse_body("/v1/completions", orjson.dumps({"model": "m", "prompt": "text", **fields})).prompt
+    assert key is not None
+    assert key.computed_anew is computed_anew
+
+
 def test_a_salt_that_is_no_string_has_no_key() -> None:
     document: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "cache_salt": 7}
     assert parse(document).prompt is None
