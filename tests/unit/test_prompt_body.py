@@ -159,7 +159,7 @@ def test_an_alias_shares_the_key_of_its_model() -> None:
     ],
 )
 def test_logprobs_of_the_prompt_are_computed_anew(fields: dict[str, Any], computed_anew: bool) -> None:
-    key = parse_body("/v1/completions", orjson.dumps({"model": "m", "prompt": "text", **fields})).prompt
+    key = parse({"model": "m", "prompt": "text", **fields}, "/v1/completions").prompt
     assert key is not None
     assert key.computed_anew is computed_anew
 
