@@ -218,9 +218,11 @@ def test_an_engine_smaller_than_believed_is_found_out_and_one_that_grows_is_beli
     shrunk = it.share
     assert shrunk < 0.8
     assert it.index.blocks(0) < 800
-    # 30 conversations fit: all promises hold, and belief comes back.
-    assert rounds(30, 100) == 1.0
-    assert shrunk < it.share < shrunk + 0.25
+    # 30 conversations fit: once the engine has seen them, all promises hold, and belief comes back slowly.
+    rounds(30, 30)
+    shrunk = it.share
+    assert rounds(30, 30) == 1.0
+    assert shrunk < it.share < shrunk + 0.1
     rounds(30, 1000)
     assert it.share == 1.0
 
