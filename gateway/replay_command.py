@@ -69,6 +69,12 @@ import click
     metavar="SECONDS",
     help="Until the gateway sees what an engine has done.",
 )
+@click.option(
+    "--feedback/--no-feedback",
+    default=True,
+    show_default=True,
+    help="Cached tokens that engines report correct the prefix map.",
+)
 @click.option("--kv-events", is_flag=True, help="The engines' KV events correct the prefix map.")
 @click.option(
     "--kv-events-lost",
@@ -121,6 +127,7 @@ def replay(
     announce_output: bool,
     scrape_interval_s: float,
     event_delay_s: float,
+    feedback: bool,
     kv_events: bool,
     kv_events_lost: float,
     ends: tuple[str, ...],
@@ -173,6 +180,7 @@ def replay(
             speed=speed,
             scrape_interval_s=scrape_interval_s,
             event_delay_s=event_delay_s,
+            feedback=feedback,
             kv_events=kv_events,
             kv_events_lost=kv_events_lost,
             incidents=incidents(ends, starts, len(engines)),

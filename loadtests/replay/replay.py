@@ -293,7 +293,14 @@ class Replay:
             assert assignment is not None
             assert request is not None
             record.cached_tokens = request.cached_tokens
-            assignment.finish(now_s, Outcome.OK, request.prompt_tokens, record.turn.output_tokens, keep_prefix=True)
+            assignment.finish(
+                now_s,
+                Outcome.OK,
+                request.prompt_tokens,
+                record.turn.output_tokens,
+                keep_prefix=True,
+                cached_tokens=request.cached_tokens,
+            )
             self._end(record, None)
 
     # -- replicas come and go

@@ -63,6 +63,7 @@ class ReplaySettings:
         speed: sessions arrive this many times faster than the workload says.
         scrape_interval_s: age at which the gateway's view of engine metrics is renewed; 0 for once, at the start.
         event_delay_s: from the end of an engine's step until the gateway, and with it the client, sees its tokens.
+        feedback: the cached tokens that engines report correct the prefix map, unless their events do.
         kv_events: the engines' KV events correct the prefix map.
         kv_events_lost: share of them that never arrives.
         incidents: replicas that end and start.
@@ -79,6 +80,7 @@ class ReplaySettings:
     speed: float = 1.0
     scrape_interval_s: float = 1.0
     event_delay_s: float = 0.0
+    feedback: bool = True
     kv_events: bool = False
     kv_events_lost: float = 0.0
     incidents: Sequence[Incident] = ()

@@ -103,6 +103,7 @@ def wire(settings: ReplaySettings, policy: Policy, events: Events) -> GatewayPar
         TunedPredictor([model.assumed_cost for model in settings.replicas], budget),
         policy,
         schedule,
+        feedback=settings.feedback and not settings.kv_events,
     )
     router.slo.use(SloRules(ModelTargets(refuse=settings.slo_routing == "refuse")))
     for replica in fleet.replicas.values():
