@@ -212,6 +212,7 @@ class HealthChecker:
             self._vitals.pop(replica, None)
             self._models_due_s.pop(replica, None)
             self._without_models.discard(replica)
+            self._client.forget(replica)
 
 
 def _read_entries(body: bytes) -> list[object]:

@@ -1,7 +1,8 @@
 """From a vLLM `/metrics` page to the few facts the gateway uses. Pure.
 
-A page has 60 KB and 800 lines, of which nine matter. Those are picked by their first bytes before anything is
-parsed: parsing the whole page would hold the event loop for more than 10 ms.
+A page has 60 KB and 800 lines, of which nine matter. One search over the page picks those before anything is parsed:
+parsing the whole page would hold the event loop for more than 10 ms. Names and labels of a line are the same at every
+scrape, so they are parsed once, and a scrape reads the values behind them.
 
 Rules
 - Missing is not zero: a fact the page does not tell is None.
@@ -10,9 +11,11 @@ Rules
 """
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -36,12 +39,19 @@ PREFIX_HITS = (
 CACHE_CONFIG = ("vllm:cache_config_info",)
 PROCESS_START = ("process_start_time_seconds",)
 
-_NAMES = (*RUNNING, *WAITING, *USAGE, *PREFIX_QUERIES, *PREFIX_HITS, *CACHE_CONFIG, *PROCESS_START)
-# The byte after the name keeps out the longer names (num_requests_waiting_by_reason, ..._created).
-_WANTED = tuple(name.encode() + end for name in _NAMES for end in (b"{", b" "))
-# One look into a set turns away most lines before they are compared with every name.
-_HEAD_BYTES = 8
-_HEADS = frozenset(name[:_HEAD_BYTES] for name in _WANTED)
+_NAMESPACE = "vllm:"
+
+
+def _wanted_lines() -> re.Pattern[bytes]:
+    names = (*RUNNING, *WAITING, *USAGE, *PREFIX_QUERIES, *PREFIX_HITS, *CACHE_CONFIG)
+    # The namespace stands before the names and not in each: most lines have it, and it is compared once.
+    choices = "|".join(re.escape(name.removeprefix(_NAMESPACE)) for name in names)
+    others = "|".join(map(re.escape, PROCESS_START))
+    # The byte after the name keeps out the longer names (num_requests_waiting_by_reason, ..._created).
+    return re.compile(rf"\n((?:{_NAMESPACE}(?:{choices})|{others})[{{ ][^\n]*)".encode())
+
+
+_WANTED_LINES = _wanted_lines()
 _CONFIG_HEAD = CACHE_CONFIG[0].encode()
 
 
@@ -95,12 +105,15 @@ def read_metrics(page: bytes, now_s: float) -> ScrapedState:
     Raises:
         ValueError: when a wanted line is malformed.
     """
-    lines = [line for line in page.split(b"\n") if line[:_HEAD_BYTES] in _HEADS and line.startswith(_WANTED)]
-    engines = [_read_engine_cache(line) for line in lines if line.startswith(_CONFIG_HEAD)]
-    samples: dict[str, list[Sample]] = {}
-    for sample in _parse(b"\n".join(line for line in lines if not line.startswith(_CONFIG_HEAD))):
-        if math.isfinite(sample.value):
-            samples.setdefault(sample.name, []).append(sample)
+    engines: list[_EngineCache] = []
+    samples: dict[str, list[_Sample]] = {}
+    for line in _WANTED_LINES.findall(b"\n" + page):
+        if line.startswith(_CONFIG_HEAD):
+            engines.append(_read_engine_cache(line))
+        else:
+            name, sample = _read_sample(line)
+            if math.isfinite(sample.value):
+                samples.setdefault(name, []).append(sample)
 
     block_sizes = [engine.block_size_tokens for engine in engines if engine.block_size_tokens is not None]
     start = [sample.value for sample in _first(samples, PROCESS_START)]
@@ -118,6 +131,11 @@ def read_metrics(page: bytes, now_s: float) -> ScrapedState:
     )
 
 
+class _Sample(NamedTuple):
+    engine: str
+    value: float
+
+
 @dataclass(frozen=True, slots=True)
 class _EngineCache:
     """One engine's `cache_config_info`, whose values are labels and may be the string "None"."""
@@ -131,7 +149,7 @@ class _EngineCache:
 # The line is the same at every scrape of a process and dear to parse, with its forty labels.
 @lru_cache(maxsize=1024)
 def _read_engine_cache(line: bytes) -> _EngineCache:
-    labels = _parse(line)[0].labels
+    labels = _parse(line).labels
     block_size = _label_int(labels.get("block_size"))
     blocks = _label_int(labels.get("num_gpu_blocks"))
     # Newer engines tell the capacity itself. For hybrid models (several KV groups) it is not the product: a
@@ -142,20 +160,51 @@ def _read_engine_cache(line: bytes) -> _EngineCache:
     return _EngineCache(labels.get("engine", "0"), block_size, blocks, capacity)
 
 
-def _parse(lines: bytes) -> list[Sample]:
+def _read_sample(line: bytes) -> tuple[str, _Sample]:
+    head, _, value = line.rpartition(b" ")
+    # What float() takes but the format does not, and tabs between numbers, are the parser's business.
+    known = None if b"_" in value or b"\t" in value else _read_head(head)
+    if known is None:
+        sample = _parse(line)
+        return sample.name, _Sample(_engine(sample), sample.value)
+    name, engine = known
+    return name, _Sample(engine, float(value))
+
+
+@lru_cache(maxsize=4096)
+def _read_head(head: bytes) -> tuple[str, str] | None:
+    """Name and engine of what stands before the last space of a line; None if that is more than name and labels."""
+    try:
+        sample = _parse(head + b" 0")
+    except ValueError:
+        return None
+    # With a time stamp or an exemplar in the line, the head has a number of its own.
+    if sample.value != 0 or sample.timestamp is not None:
+        return None
+    return sample.name, _engine(sample)
+
+
+def _engine(sample: Sample) -> str:
+    return str(sample.labels.get("engine", "0"))
+
+
+def _parse(line: bytes) -> Sample:
     # The parser wants whole lines, hence the line end.
-    text = lines.decode("utf-8", errors="replace") + "\n"
-    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    text = line.decode("utf-8", errors="replace") + "\n"
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            return sample
+    raise ValueError(f"no sample in {text[:100]!r}")
 
 
-def _first(samples: dict[str, list[Sample]], names: tuple[str, ...]) -> list[Sample]:
+def _first(samples: dict[str, list[_Sample]], names: tuple[str, ...]) -> list[_Sample]:
     for name in names:
         if name in samples:
             return samples[name]
     return []
 
 
-def _total(samples: list[Sample]) -> float | None:
+def _total(samples: list[_Sample]) -> float | None:
     return sum(max(sample.value, 0.0) for sample in samples) if samples else None
 
 
@@ -168,11 +217,11 @@ def _sum_known(values: Iterable[int | None]) -> int | None:
     return sum(known) if known else None
 
 
-def _mean_usage(samples: list[Sample], engines: list[_EngineCache]) -> float | None:
+def _mean_usage(samples: list[_Sample], engines: list[_EngineCache]) -> float | None:
     if not samples:
         return None
     weights = {engine.engine: float(engine.capacity_tokens or 0) for engine in engines}
-    weighted = [(weights.get(sample.labels.get("engine", "0"), 0.0), sample.value) for sample in samples]
+    weighted = [(weights.get(sample.engine, 0.0), sample.value) for sample in samples]
     if any(weight <= 0 for weight, _ in weighted):
         weighted = [(1.0, value) for _, value in weighted]
     mean = sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)

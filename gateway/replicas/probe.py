@@ -3,10 +3,16 @@
 import asyncio
 import ssl
 from enum import StrEnum
+from functools import lru_cache
+from urllib.parse import quote
 
-import aiohttp
-
+from gateway.replicas.probe_connection import BadAnswerError, ProbeConnection, StaleError
 from gateway.replicas.replica import Replica
+
+_KEEPALIVE_S = 15.0
+"""An idle connection older than this is not used again: what lies between may have forgotten it without a word."""
+_TARGET_CHARACTERS = "%/?:@!$&'()*+,;=~"
+"""What may stand in a request target as it is, besides letters, digits and `_.-` (RFC 3986 section 3.3 and 3.4)."""
 
 
 class ProbeFailure(StrEnum):
@@ -29,18 +35,19 @@ class ProbeError(Exception):
 
 
 class ProbeClient:
-    """Sends probes. Use it as an asynchronous context manager, or call `close`."""
+    """Sends probes. Use it as an asynchronous context manager, or call `close`.
 
-    def __init__(self, session: aiohttp.ClientSession | None = None, tls: ssl.SSLContext | None = None) -> None:
+    Connections are kept alive: one per replica, and more only where probes of one replica overlap.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """Make a client.
 
         Args:
-            session: used and left open when given; otherwise the client makes its own at the first probe.
-            tls: how https replicas are spoken to, as requests do; by default as aiohttp does it.
+            tls: how https replicas are spoken to, as requests do; by default with the system's authorities.
         """
         self._tls = tls
-        self._session = session
-        self._owns_session = session is None
+        self._idle: dict[Replica, list[ProbeConnection]] = {}
 
     async def __aenter__(self) -> "ProbeClient":
         return self
@@ -50,9 +57,13 @@ class ProbeClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._owns_session and self._session is not None:
-            await self._session.close()
-            self._session = None
+        for replica in list(self._idle):
+            self.forget(replica)
+
+    def forget(self, replica: Replica) -> None:
+        """Close the connections to a replica that has left."""
+        for connection in self._idle.pop(replica, ()):
+            connection.close()
 
     async def get(self, replica: Replica, path: str, timeout_s: float, limit_bytes: int) -> bytes:
         """Get a path of a replica.
@@ -69,46 +80,92 @@ class ProbeClient:
         Raises:
             ProbeError: when there is none.
         """
-        headers = {"Accept-Encoding": "identity"}
-        if replica.spec.api_key is not None:
-            headers["Authorization"] = f"Bearer {replica.spec.api_key}"
+        request = _request(replica, path)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
         try:
-            async with self._open_session().get(
-                replica.base_url + path,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-                allow_redirects=False,
-            ) as response:
-                if response.status != 200:
-                    raise ProbeError(ProbeFailure.ERROR, f"status {response.status}")
-                return await _read(response, limit_bytes)
+            return await self._get(replica, request, deadline_s, limit_bytes)
         except TimeoutError as error:
             raise ProbeError(ProbeFailure.TIMEOUT, f"no answer in {timeout_s:g} s") from error
-        except aiohttp.ClientConnectorError as error:
-            refused = isinstance(error.os_error, ConnectionRefusedError)
-            failure = ProbeFailure.REFUSED if refused else ProbeFailure.ERROR
-            raise ProbeError(failure, str(error)) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ProbeError(ProbeFailure.ERROR, f"{type(error).__name__}: {error}") from error
+        except BadAnswerError as error:
+            raise ProbeError(ProbeFailure.ERROR, str(error)) from error
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # No cookies, no proxy from the environment: replicas are asked directly.
-            self._session = aiohttp.ClientSession(
-                cookie_jar=aiohttp.DummyCookieJar(),
-                connector=aiohttp.TCPConnector(ssl=self._tls) if self._tls is not None else None,
-            )
-        return self._session
+    async def _get(self, replica: Replica, request: bytes, deadline_s: float, limit_bytes: int) -> bytes:
+        idle = self._idle.setdefault(replica, [])
+        connection = _newest(idle)
+        if connection is not None:
+            try:
+                body = await connection.get(request, deadline_s, limit_bytes)
+            except StaleError:
+                connection = None
+        if connection is None:
+            connection = await self._dial(replica, deadline_s)
+            body = await connection.get(request, deadline_s, limit_bytes)
+        if connection.usable:
+            # Another list, or none: the replica has been forgotten meanwhile.
+            if self._idle.get(replica) is idle:
+                connection.idle_since_s = asyncio.get_running_loop().time()
+                idle.append(connection)
+            else:
+                connection.close()
+        return body
+
+    async def _dial(self, replica: Replica, deadline_s: float) -> ProbeConnection:
+        loop = asyncio.get_running_loop()
+        deadline = asyncio.timeout_at(deadline_s)
+        try:
+            async with deadline:
+                _, connection = await loop.create_connection(
+                    ProbeConnection,
+                    replica.host,
+                    replica.port,
+                    ssl=self._context() if replica.tls else None,
+                    server_hostname=replica.host if replica.tls else None,
+                )
+        except ConnectionRefusedError as error:
+            raise ProbeError(ProbeFailure.REFUSED, _unreachable(replica, error)) from error
+        except (OSError, UnicodeError) as error:
+            # UnicodeError is how a host that cannot be a name fails.
+            if deadline.expired():
+                raise
+            # The kernel's own ETIMEDOUT is a TimeoutError as well, but nothing that a busy replica would cause.
+            raise ProbeError(ProbeFailure.ERROR, _unreachable(replica, error)) from error
+        return connection
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
 
 
-async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in response.content.iter_any():
-        size += len(chunk)
-        if size > limit_bytes:
-            raise ProbeError(ProbeFailure.ERROR, f"answer longer than {limit_bytes} bytes")
-        chunks.append(chunk)
-        # A body that is always there when asked for would keep the loop from everyone else.
-        await asyncio.sleep(0)
-    return b"".join(chunks)
+def _unreachable(replica: Replica, error: Exception) -> str:
+    return f"no connection to {replica.host}:{replica.port}: {error}"
+
+
+def _newest(idle: list[ProbeConnection]) -> ProbeConnection | None:
+    oldest_s = asyncio.get_running_loop().time() - _KEEPALIVE_S
+    while idle:
+        connection = idle.pop()
+        if connection.usable and connection.idle_since_s >= oldest_s:
+            return connection
+        connection.close()
+    return None
+
+
+def _request(replica: Replica, path: str) -> bytes:
+    key = replica.spec.api_key
+    if key is not None and any(end in key for end in "\r\n\0"):
+        # Often the last line end of a key that was read from a file; in a head it would begin another line.
+        raise ProbeError(ProbeFailure.ERROR, "api_key of the replica has a line end in it")
+    return (
+        b"GET %b HTTP/1.1\r\nHost: %b\r\nAccept: */*\r\nAccept-Encoding: identity\r\nUser-Agent: warmgate\r\n%b\r\n"
+        % (
+            _target(replica.base_path + path),
+            replica.host_header,
+            b"" if key is None else b"Authorization: Bearer %b\r\n" % key.encode(),
+        )
+    )
+
+
+@lru_cache(maxsize=4096)
+def _target(path: str) -> bytes:
+    return quote(path, safe=_TARGET_CHARACTERS).encode("ascii")

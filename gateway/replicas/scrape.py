@@ -1,8 +1,7 @@
 """Reads each replica's `/metrics` and tells the fleet.
 
 What a scrape says holds until the next one. When none succeeds for three intervals its measurements are
-dropped: a queue length of a minute ago is worse than none. What cannot change while the process lives, such
-    as its KV
+dropped: a queue length of a minute ago is worse than none. What cannot change while the process lives, such as its KV
 capacity, is kept.
 """
 
@@ -104,3 +103,4 @@ class Scraper:
     def _on_change(self, change: Change, replica: Replica) -> None:
         if change is Change.REMOVED:
             self._failing.discard(replica)
+            self._client.forget(replica)

@@ -253,6 +253,18 @@ class TestHealth:
         async with asyncio.timeout(PATIENCE_S):
             await stub.health_aborted.wait()
 
+    async def test_a_removed_replica_is_forgotten_by_all_who_ask_it(
+        self, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stub = await scene.stub()
+        replica = scene.add(stub)
+        forgotten: list[Replica] = []
+        monkeypatch.setattr(scene.client, "forget", forgotten.append)
+        scene.checker()
+        scene.scraper()
+        scene.fleet.remove("replica-1")
+        assert forgotten == [replica, replica]
+
     async def test_a_replica_added_later_is_found(self, scene: Scene) -> None:
         await scene.checker().start()
         stub = await scene.stub()

@@ -125,9 +125,35 @@ def test_braces_quotes_and_spaces_inside_labels() -> None:
     assert page(r'vllm:num_requests_running{engine="0",model_name="a} \"b\" 9 {c"} 5.0').running == 5
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'vllm:num_requests_running{engine="0"} 5 1795961495060',
+        "vllm:num_requests_running 5 0",
+        'vllm:num_requests_running{engine="0"} 5 # {trace="x"} 0',
+        'vllm:num_requests_running{engine="0"}\t5',
+        'vllm:num_requests_running{engine="a b} 0"} 5',
+        'vllm:num_requests_running{engine="a b} 0"}\t5',
+        'vllm:num_requests_running{engine="0"}5',
+        "vllm:num_requests_running  5 ",
+        "vllm:num_requests_running{} 5\r",
+    ],
+)
+def test_time_stamps_exemplars_and_other_spaces(line: str) -> None:
+    for _ in range(2):
+        assert page(line).running == 5
+
+
+def test_what_is_remembered_of_a_line_is_not_its_value() -> None:
+    for value in (0, 7, 3):
+        assert page(f'vllm:num_requests_running{{engine="0"}} {value}').running == value
+
+
 def test_malformed_lines_are_an_error_and_not_a_zero() -> None:
     with pytest.raises(ValueError):
         page('vllm:num_requests_running{engine="0"} many')
+    with pytest.raises(ValueError):
+        page('vllm:num_requests_running{engine="0"} 1_0')
 
 
 def test_ageing_keeps_only_what_cannot_change_while_the_process_lives() -> None:
