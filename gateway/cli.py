@@ -1,6 +1,5 @@
 """The command line: serve, check, estimate, bench."""
 
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import uvloop
 from gateway.bench_command import bench
 from gateway.config import Config, ConfigError, load
 from gateway.estimate_command import estimate
+from gateway.process import configure_logging
 from gateway.replay_command import replay
 from gateway.version import VERSION
 
@@ -45,7 +45,7 @@ def serve(config_path: Path | None, replicas: tuple[str, ...], **flags: Any) -> 
     from gateway.serve import serve as run
 
     config = _configuration(config_path, replicas, **flags)
-    _logging(config.logging.level)
+    configure_logging(config.logging.level)
     sys.exit(uvloop.run(run(config, config_path, lambda: _read(config_path, replicas, **flags))))
 
 
@@ -123,14 +123,6 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
         elif value is not None:
             given[name] = value
     return given
-
-
-def _logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    # One line per probe is what aiohttp's own access log would add.
-    logging.getLogger("aiohttp").setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

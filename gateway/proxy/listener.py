@@ -81,6 +81,7 @@ class Listener:
         self._take = take
         self._resumes: set[asyncio.TimerHandle] = set()
         self._closed = False
+        self._held = False
         self.port: int = sockets[0].getsockname()[1]
         for listening in sockets:
             self._loop.add_reader(listening.fileno(), self._accept, listening)
@@ -96,8 +97,31 @@ class Listener:
             self._loop.remove_reader(listening.fileno())
             listening.close()
 
+    def hold(self, held: bool) -> None:
+        """Leave connections in the kernel's queue for the time being, or take them again."""
+        if held == self._held or self._closed:
+            return
+        self._held = held
+        for listening in self._sockets:
+            if held:
+                self._loop.remove_reader(listening.fileno())
+            else:
+                self._loop.add_reader(listening.fileno(), self._accept, listening)
+
+    def accept_all(self) -> None:
+        """Accept whatever waits in the kernel's queue; closing would reset it."""
+        for listening in self._sockets:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    break
+                self._take(connection)
+
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_AT_ONCE):
+            if self._held:
+                return
             try:
                 connection, _ = listening.accept()
             except BlockingIOError:
@@ -116,7 +140,8 @@ class Listener:
 
         def resume() -> None:
             self._resumes.discard(handle)
-            self._loop.add_reader(listening.fileno(), self._accept, listening)
+            if not self._held:
+                self._loop.add_reader(listening.fileno(), self._accept, listening)
 
         handle = self._loop.call_later(_PAUSE_S, resume)
         self._resumes.add(handle)

@@ -1,0 +1,205 @@
+"""A worker process: `python -m gateway.workers.worker NUMBER CONTROL CONNECTIONS`, the latter two descriptors.
+
+What the supervisor says, and what comes back
+
+    do: start    config, facts            is: serving
+    do: facts    facts                    -
+    do: reload   config                   answer, or refused
+    do: metrics, replicas, state          answer
+    do: active   replica                  answer: whether its answers have flowed lately
+    do: leave    -                        -          no connection is kept alive any more
+    do: stop     -                        is: last, with the metrics, when all requests have ended or been cut
+    do: stop_now -                        the same at once
+
+SIGTERM asks the supervisor (is: leaving) to let this worker go; another takes its place. SIGINT and SIGHUP go to whole
+process groups, so they are left to the supervisor.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from typing import Any
+
+import uvloop
+
+from gateway.admin.merge import page
+from gateway.app import Gateway
+from gateway.config import Config
+from gateway.process import configure_logging, raise_descriptor_limit, settle_garbage_collector
+from gateway.proxy.request_log import RequestLog
+from gateway.workers import facts
+from gateway.workers.channel import Channel
+
+logger = logging.getLogger(__name__)
+
+_GIVEN_UP = 3
+"""Exit code of a worker that could not start."""
+_FLUSH_S = 1.0
+
+
+class Worker:
+    """One worker, from its first order to its end."""
+
+    def __init__(self, number: int, channel: Channel, gateway: Gateway) -> None:
+        """Follow orders about a gateway.
+
+        Args:
+            number: of the worker.
+            channel: to the supervisor.
+            gateway: the worker's, serving.
+        """
+        self._number = number
+        self._channel = channel
+        self._gateway = gateway
+        self._stopping: asyncio.Task[None] | None = None
+        self._at_once = asyncio.Event()
+
+    def leave(self) -> None:
+        """Ask to be let go."""
+        logger.info("leaving")
+        self._channel.send({"is": "leaving"})
+
+    async def follow(self) -> None:
+        """Follow orders until the end."""
+        loop = asyncio.get_running_loop()
+        orders = loop.create_task(self._orders())
+        await asyncio.wait({orders, loop.create_task(self._at_once.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if self._at_once.is_set():
+            logger.warning("stopping at once: %d requests are cut off", self._gateway.tally.in_progress)
+            orders.cancel()
+            await asyncio.wait({orders})
+            if self._stopping is not None:
+                self._stopping.cancel()
+                await asyncio.wait({self._stopping})
+            await self._gateway.close()
+        elif orders.exception() is not None:
+            logger.error("the worker has failed", exc_info=orders.exception())
+        self._channel.send({"is": "last", "page": page(self._gateway.view.families())})
+        await self._channel.flush(_FLUSH_S)
+
+    async def _orders(self) -> None:
+        listening = asyncio.get_running_loop().create_task(self._listen())
+        await listening
+        if self._stopping is None and not self._at_once.is_set():
+            logger.error("the supervisor has gone: ending what runs")
+            self._stop()
+        if self._stopping is not None:
+            await self._stopping
+
+    async def _listen(self) -> None:
+        """Follow orders one after the other, until the gateway has stopped or the supervisor has gone."""
+        while True:
+            receiving = asyncio.ensure_future(self._channel.receive())
+            waiting: set[asyncio.Future[Any]] = {receiving}
+            if self._stopping is not None:
+                waiting.add(self._stopping)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                receiving.cancel()
+                return
+            order = receiving.result()
+            if order is None:
+                return
+            await self._follow(order)
+
+    async def _follow(self, order: dict[str, Any]) -> None:
+        what, gateway = order["do"], self._gateway
+        if what == "facts":
+            facts.apply(gateway.fleet, order["facts"])
+        elif what == "leave":
+            gateway.plane.draining = True
+        elif what == "stop":
+            self._stop()
+        elif what == "stop_now":
+            self._at_once.set()
+        else:
+            try:
+                answer = await self._answer(what, order)
+            except (ValueError, OSError) as error:
+                self._channel.send({"id": order["id"], "refused": str(error)})
+            else:
+                self._channel.send({"id": order["id"], "answer": answer})
+
+    async def _answer(self, what: str, order: dict[str, Any]) -> Any:
+        gateway = self._gateway
+        if what == "reload":
+            await gateway.reload(Config.model_validate(order["config"]))
+            return True
+        if what == "metrics":
+            families = []
+            for family in gateway.view.families():
+                families.append(family)
+                # With a thousand replicas this takes long, and requests must not wait for it.
+                await asyncio.sleep(0)
+            return page(families)
+        if what == "replicas":
+            return gateway.view.replicas_now()
+        if what == "state":
+            return gateway.view.worker_now()
+        if what == "active":
+            replica = gateway.fleet.replicas.get(order["replica"])
+            return replica is not None and gateway.plane.replica_active(replica.slot)
+        raise ValueError(f"unknown order {what}")
+
+    def _stop(self) -> None:
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self._end_requests())
+
+    async def _end_requests(self) -> None:
+        gateway = self._gateway
+        logger.info("stopping: draining %d requests", gateway.tally.in_progress)
+        # The grace time is the supervisor's: it accepts connections as long as it lasts.
+        await gateway.plane.drain(0.0, gateway.config.timeouts.drain_s)
+        await gateway.close()
+
+
+async def work(number: int, control: socket.socket, connections: socket.socket) -> int:
+    """Run a worker to its end; return the exit code.
+
+    Args:
+        number: of the worker.
+        control: end of the channel to the supervisor.
+        connections: where connections come in.
+    """
+    loop = asyncio.get_running_loop()
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(ignored, lambda: None)
+    channel = await Channel.over(control)
+    order = await channel.receive()
+    if order is None:
+        return 0
+    try:
+        config = Config.model_validate(order["config"])
+        configure_logging(config.logging.level, number)
+        raise_descriptor_limit(config.limits.max_connections)
+        log = RequestLog(fields={"worker": number}) if config.logging.requests else None
+        gateway = Gateway(config, log, number)
+    except (ValueError, OSError) as error:
+        logger.error("worker %d cannot start: %s", number, error)
+        return _GIVEN_UP
+    facts.apply(gateway.fleet, order["facts"])
+    worker = Worker(number, channel, gateway)
+    loop.add_signal_handler(signal.SIGTERM, worker.leave)
+    gateway.start_behind(connections)
+    settle_garbage_collector()
+    channel.send({"is": "serving"})
+    await worker.follow()
+    return 0
+
+
+def main() -> None:
+    """Start as the supervisor has asked."""
+    number, control, connections = map(int, sys.argv[1:4])
+    configure_logging("info", number)
+    # A signal in the first moments must not kill the process half way.
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    with contextlib.closing(socket.socket(fileno=control)) as end:
+        sys.exit(uvloop.run(work(number, end, socket.socket(fileno=connections))))
+
+
+if __name__ == "__main__":
+    main()
