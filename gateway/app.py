@@ -7,13 +7,16 @@ import ssl
 import time
 from collections.abc import Mapping
 
+from pydantic import SecretStr
+
 from gateway.admin.server import AdminServer
 from gateway.admin.view import GatewayView
-from gateway.config import Config, ModelSlo, ReplicaConfig
+from gateway.config import Config, ModelSlo, RedisSection, ReplicaConfig
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
 from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex
+from gateway.prefixes.shared import SharedIndex
 from gateway.prompt.blocks import BlockSchedule
 from gateway.prompt.tokens import TokensPerByte
 from gateway.proxy.admission import AdmissionQueue
@@ -34,6 +37,8 @@ from gateway.replicas.scrape import Scraper, ScrapeSettings
 from gateway.replicas.spec import ReplicaSpec, Role
 from gateway.routing.router import Router
 from gateway.routing.slo import ModelTargets, SloRules
+from gateway.sharing.connection import RedisTarget, check_url
+from gateway.sharing.sharing import Sharing
 from policies.catalog import make_policy
 
 logger = logging.getLogger(__name__)
@@ -73,7 +78,7 @@ def validate(config: Config) -> None:
     if not config.replicas:
         raise ValueError("no replicas: give --replica URL or a `replicas` list")
     if config.redis is not None:
-        raise ValueError("redis: this version keeps its prefix map in the process; remove the option")
+        check_url(config.redis.url.get_secret_value())
     client_tls(config)
     replica_tls(config)
 
@@ -100,6 +105,25 @@ def replica_tls(config: Config) -> ssl.SSLContext | None:
     if tls.cert is not None:
         context.load_cert_chain(tls.cert, tls.key)
     return context
+
+
+def redis_target(redis: RedisSection) -> RedisTarget:
+    """Return where Redis is and how to get in."""
+
+    def secret(value: SecretStr | None) -> str | None:
+        return None if value is None else value.get_secret_value()
+
+    return RedisTarget(
+        url=redis.url.get_secret_value(),
+        username=redis.username,
+        password=secret(redis.password),
+        sentinel_username=redis.sentinel_username,
+        sentinel_password=secret(redis.sentinel_password),
+        ca=redis.tls.ca,
+        cert=redis.tls.cert,
+        key=redis.tls.key,
+        timeout_s=redis.timeout_s,
+    )
 
 
 def plane_limits(config: Config) -> PlaneLimits:
@@ -192,11 +216,13 @@ class Gateway:
         prefixes = config.prefixes
         schedule = BlockSchedule(prefixes.block_bytes, prefixes.growth, prefixes.max_block_bytes)
         routing = config.routing
+        redis, ledger = config.redis, LoadLedger()
+        index = PrefixIndex(schedule) if redis is None else SharedIndex(schedule)
         self.router = Router(
             self.fleet,
-            LoadLedger(),
+            ledger,
             self._ejector,
-            PrefixIndex(schedule),
+            index,
             TokensPerByte(),
             Predictor(routing.token_budget),
             make_policy(routing.policy, routing.seed, routing.policy_options),
@@ -206,6 +232,19 @@ class Gateway:
             prefixes.feedback,
         )
         self.router.slo.use(slo_rules(config))
+        self.sharing: Sharing | None = None
+        if redis is not None and isinstance(index, SharedIndex):
+            self.sharing = Sharing(
+                redis_target(redis),
+                self.fleet,
+                index,
+                ledger,
+                schedule,
+                redis.namespace,
+                redis.shards,
+                redis.max_bytes,
+            )
+            self.router.restart_is_news = self.sharing.is_news
         self.tally = Tally()
         tls = replica_tls(config)
         self._request_log = request_log or (RequestLog() if config.logging.requests else None)
@@ -256,6 +295,8 @@ class Gateway:
         self.admin_port = await self._admin.start(config.admin.host, config.admin.port)
         await self._health.start(config.health.startup_wait_s)
         await self._scraper.start()
+        if self.sharing is not None:
+            self.sharing.start()
         listen = config.listen
         self.port = await self.plane.listen(listen.host, listen.port, listen.backlog, self._client_tls)
         up = sum(replica.up for replica in self.fleet.replicas.values())
@@ -337,6 +378,8 @@ class Gateway:
         """Close everything at once."""
         await self._health.stop()
         await self._scraper.stop()
+        if self.sharing is not None:
+            await self.sharing.stop()
         self.plane.close()
         self._ejector.close()
         await self._probes.close()

@@ -287,6 +287,33 @@ class Paths(_Section):
     blocked: tuple[str, ...] = ()
 
 
+class RedisSection(_Section):
+    """The Redis (6.2 or later) or Valkey through which workers and gateways share the prefix map and their load.
+    Requests never wait for it: without it each worker routes by what it knows itself. A plain URL instead of this
+    section sets `url`."""
+
+    url: SecretStr
+    """`redis://[user:password@]host:port[/db]`, or `rediss://` for TLS; of a Cluster, any node.
+    `redis+sentinel://host:port,host:port/service` asks Sentinels for the primary, `redis+cluster://host:port,host:port`
+    names several nodes to start from; both as `rediss+...` for TLS."""
+    username: str | None = None
+    password: SecretStr | None = None
+    """Instead of those in the URL."""
+    sentinel_username: str | None = None
+    sentinel_password: SecretStr | None = None
+    """Of the Sentinels, which have their own."""
+    tls: TlsClient = TlsClient()
+    """Towards rediss."""
+    namespace: str = Field("warmgate", pattern=r"[A-Za-z0-9._-]{1,64}")
+    """Begins every key. Gateways of one fleet must have the same; others in the same Redis another."""
+    shards: int = Field(8, ge=1, le=256)
+    """Parts of the prefix map, each on one node of a Cluster. Must be the same for all."""
+    max_bytes: int = Field(256 << 20, ge=1 << 20, lt=1 << 40)
+    """What the prefix map may take in Redis, all shards together. It takes 10 to 60 bytes per block alive."""
+    timeout_s: float = Field(1.0, gt=0)
+    """For a connection, and for an answer; after that Redis counts as down."""
+
+
 class Config(_Section):
     """All of gateway.yaml."""
 
@@ -314,8 +341,13 @@ class Config(_Section):
     queue: Queue = Queue()
     paths: Paths = Paths()
     logging: Logging = Logging()
-    redis: SecretStr | None = None
-    """URL of the Redis that shares the prefix map. Read, and refused until the shared map exists."""
+    redis: RedisSection | None = None
+    """None: one worker, which keeps its prefix map to itself."""
+
+    @field_validator("redis", mode="before")
+    @classmethod
+    def _redis_url(cls, redis: Any) -> Any:
+        return {"url": redis} if isinstance(redis, str) else redis
 
     @field_validator("replicas")
     @classmethod

@@ -56,7 +56,7 @@ class _Segment:
         self.parent = parent  # 0: none
         self.children: set[int] | None = None
         self.used = 0  # by which insertion, last
-        self.published = 0  # generation of the shared log that last said so; see `shared.py`
+        self.published = 0  # where in the shared log anybody last said so; see `shared.py`
 
 
 class _Replica:

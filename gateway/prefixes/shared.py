@@ -7,14 +7,15 @@ The contract with whoever changes the index
   left this gateway's configuration is no news for others.
 - Slots in `unshared` are not told: every worker hears the truth about them by itself (from KV events, say), and would
   only repeat it.
-- `graft` and `prune` are for what others have told, and are not told again.
+- `graft`, `prune` and `clear` are for what others have told, and are not told again.
 
 What is told is a chain of blocks behind a parent, as a log of all workers' changes (`gateway.sharing`). A log is cut
-off at its old end, by generation. So each segment remembers the generation in which anybody last told of it, and
+off at its old end. So each segment remembers where in the log anybody last told of it, in bytes, and
 
-- a segment used again in a later generation is told again, by the hash of its last block alone: others count it as
-  used, too;
-- one whose last telling is about to be cut off (`KEPT_GENERATIONS` ago) is told again in full, with its parents.
+- a segment used again after a sixteenth of the log is told again, by the hash of its last block alone: others count it
+  as used, too;
+- one whose last telling is in the older half of the log is told again in full, with its parents. Half, so that a
+  parent is there as long as its children.
 
 What has not been used for that long is lost to workers that start later, and to nobody else.
 """
@@ -35,10 +36,46 @@ from gateway.prefixes.index import (
     _split,
 )
 
-KEPT_GENERATIONS = 8
-"""Told again in full when older. Half of what the log keeps, so that a parent is there as long as its children."""
-FIRST_GENERATION = 2 * KEPT_GENERATIONS + 1
-"""Generations count from here: 0 is what nobody has told."""
+_START = 1 << 40
+"""Logs begin here, so that 0, what nobody has told, is always too long ago."""
+
+
+class Log:
+    """Where a log's end is, and what is long ago. Positions are bytes since any beginning.
+
+    Attributes:
+        position: the end.
+        recent_from: what was told after this need not be told to be used again.
+        kept_from: what was told after this need not be told again in full.
+    """
+
+    __slots__ = ("_budget_bytes", "kept_from", "position", "recent_from")
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Begin a log that keeps its last `budget_bytes`."""
+        self.position = _START
+        self._budget_bytes = budget_bytes
+        self.advance(0)
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the log keeps."""
+        return self._budget_bytes
+
+    def resize(self, budget_bytes: int) -> None:
+        """Say how much the log keeps from now on."""
+        self._budget_bytes = budget_bytes
+        self.advance(0)
+
+    def advance(self, length_bytes: int) -> None:
+        """Something has been appended."""
+        self.position = position = self.position + length_bytes
+        self.recent_from = position - self._budget_bytes // 16
+        self.kept_from = position - self._budget_bytes // 2
+
+    def lost(self) -> None:
+        """Nothing is left of what has been told."""
+        self.advance(self._budget_bytes)
 
 
 class Journal(Protocol):
@@ -66,7 +103,7 @@ class SharedIndex(PrefixIndex):
     Attributes:
         journal: who is told; None for nobody.
         unshared: slots of which nothing is told.
-        generations: by slot, the log's generation now. Written by the sharing layer.
+        logs: by slot, the log in which its replica is told of. Set by the sharing layer.
         clock: goes up with every insertion; segments are stamped with it.
     """
 
@@ -75,7 +112,7 @@ class SharedIndex(PrefixIndex):
         super().__init__(schedule, default_capacity_bytes)
         self.journal: Journal | None = None
         self.unshared: set[int] = set()
-        self.generations: list[int] = []
+        self.logs: list[Log] = []
 
     @property
     def clock(self) -> int:
@@ -96,10 +133,10 @@ class SharedIndex(PrefixIndex):
         replica = self._replicas[slot]
         segment = _segment_at(replica, hashes[-1], len(hashes) - 1)
         if segment is not None:
-            generation = self.generations[slot]
-            used_since = segment.published == generation
-            depth = self._stamp(replica, segment, generation, record.matched_blocks)
-            if depth < len(hashes) or not used_since:
+            log = self.logs[slot]
+            recent = segment.published > log.recent_from
+            depth = self._stamp(replica, segment, log, record.matched_blocks)
+            if depth < len(hashes) or not recent:
                 if depth:
                     self.journal.extended(slot, depth, hashes[depth - 1], hashes[depth:])
                 else:
@@ -126,14 +163,14 @@ class SharedIndex(PrefixIndex):
         if self.journal is not None and slot not in self.unshared:
             self.journal.cut(slot, depth, hashes[depth])
 
-    def _stamp(self, replica: _Replica, segment: _Segment | None, generation: int, depth: int) -> int:
-        """Mark a path as told; return how many blocks before `depth` need not be told again."""
-        due = generation - KEPT_GENERATIONS
+    def _stamp(self, replica: _Replica, segment: _Segment | None, log: Log, depth: int) -> int:
+        """Mark a path as told now; return how many blocks before `depth` need not be told again."""
+        position, kept_from = log.position, log.kept_from
         segments = replica.segments
         while segment is not None:
-            if segment.published < due and segment.start < depth:
+            if segment.published <= kept_from and segment.start < depth:
                 depth = segment.start
-            segment.published = generation
+            segment.published = position
             segment = segments.get(segment.parent)
         return depth
 
@@ -177,8 +214,14 @@ class SharedIndex(PrefixIndex):
         # All numbers of the path are right only now: the schedule's offsets must reach that far, too.
         self._schedule.covered_bytes(matched)
         last = self._enter(slot, replica, segment, matched, hashes)
-        self._stamp(replica, last, self.generations[slot], 0)
+        self._stamp(replica, last, self.logs[slot], 0)
         return True
+
+    def clear(self, slot: int) -> None:
+        """Learn from another worker that a replica has restarted: what it held is gone, what it can hold is not."""
+        capacity_bytes = self._replica(slot).capacity_bytes
+        self.forget(slot)
+        self.set_capacity(slot, capacity_bytes)
 
     def prune(self, slot: int, depth: int, block: int) -> None:
         """Learn from another worker that a replica does not hold a block, nor what follows it.
@@ -195,14 +238,14 @@ class SharedIndex(PrefixIndex):
 
     # -- telling again
 
-    def retell(self, slot: int, since: int) -> Iterator[int]:
+    def retell(self, slot: int, since: int | None) -> Iterator[int]:
         """Tell the journal again what a replica holds: oldest use first, parents before their children.
 
         Whatever anybody tells meanwhile is left out.
 
         Args:
             slot: replica slot.
-            since: only what has been used after this `clock`; 0 for all that the log may have lost.
+            since: what has been used after this `clock`, told or not; None for what was told before now, or never.
 
         Yields:
             Blocks told since the last yield: a place to pause.
@@ -212,7 +255,7 @@ class SharedIndex(PrefixIndex):
         replica = self._replicas[slot]
         segments = replica.segments
         numbers: list[int] = []
-        if since:
+        if since is not None:
             for number in reversed(segments):
                 segment = segments[number]
                 if segment.used <= since:
@@ -222,7 +265,8 @@ class SharedIndex(PrefixIndex):
             numbers.reverse()
         else:
             numbers.extend(segments)
-        begun = self.generations[slot]
+        log = self.logs[slot]
+        begun = log.position
         for number in numbers:
             top = segments.get(number)
             if self._replicas[slot] is not replica:
@@ -232,7 +276,7 @@ class SharedIndex(PrefixIndex):
             parts: list[Sequence[int]] = []
             while True:
                 parts.append(top.hashes)
-                top.published = self.generations[slot]
+                top.published = log.position
                 parent = segments.get(top.parent)
                 if parent is None or parent.published >= begun:
                     break

@@ -19,13 +19,12 @@ Theory of operation
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _WAITING, _DECODING, _FINISHED = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Outstanding work on one replica: a worker's own, or that of others. Units as in the ledger's columns."""
 
     in_flight: int = 0

@@ -8,7 +8,7 @@ Theory of operation
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakSet
 
 from gateway.estimator.predictor import Predictor, ReplicaClass
@@ -86,6 +86,9 @@ class Router:
         self._output_tokens: dict[str, float] = {}
         self._sized_at_ratio: dict[str, float] = {}
         self._remembering: WeakSet[RemembersReplicas] = WeakSet()
+        self.restart_is_news: Callable[[Replica], bool] = lambda replica: True
+        """Asked whether the prefix map has still to forget a replica that has restarted: another worker may have told
+        of it, and of what has been sent there since."""
         self._put_in_force(policy)
         for replica in fleet.replicas.values():
             self._open(replica)
@@ -273,7 +276,8 @@ class Router:
             self.room.forget(replica.slot)
             self._forget(replica.slot)
         elif change is Change.RESTARTED:
-            self.index.forget(replica.slot)
+            if self.restart_is_news(replica):
+                self.index.forget(replica.slot)
             self.feedback.forget(replica.slot)
             self._forget(replica.slot)
         elif change in (Change.MODELS, Change.CONFIGURED):

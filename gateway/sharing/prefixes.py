@@ -1,0 +1,397 @@
+"""The prefix map's side of sharing: what waits to be told, what has been told, and whose life it was about.
+
+No I/O and no clock. `gateway.sharing.follower` and `writer` carry the entries.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gateway.prefixes.shared import Log, SharedIndex
+from gateway.replicas.registry import Change, Fleet, Replica
+from gateway.sharing.layout import replica_identity
+from gateway.sharing.messages import (
+    RECORD_BYTES,
+    BadEntry,
+    Record,
+    groups_of,
+    pack_entry,
+    pack_records,
+    records_of,
+    writer_of,
+)
+
+logger = logging.getLogger(__name__)
+
+ENTRY_BYTES = 8192
+"""An entry is closed when it has so many, so that none takes long to take in."""
+ENTRY_OVERHEAD_BYTES = 32
+"""What Redis needs for an entry beside its bytes, about."""
+WAITING_BYTES = 4 << 20
+"""What may wait to be written. Beyond that the oldest is dropped, and told again when Redis is back."""
+LEAST_BUDGET_BYTES = 64 << 10
+_BUDGET_RATIO = 2.5
+_SEGMENT_BYTES = 2 * RECORD_BYTES
+_MARK_BYTES = 4096
+_SAME_RESTART_MS = 2_000
+_SAME_RESTART_S = 10.0
+"""A restart noticed by another worker and by this one within so long is one, if the process does not tell its start."""
+
+
+class _Known:
+    """A replica of this gateway's, as all know it."""
+
+    __slots__ = ("adopted_s", "epoch_ms", "identity", "replica", "shard", "slot")
+
+    def __init__(self, replica: Replica, shards: int) -> None:
+        self.replica = replica
+        self.slot = replica.slot
+        self.identity = replica_identity(replica.base_url)
+        self.shard = self.identity % shards
+        self.epoch_ms = 0  # not known
+        self.adopted_s = float("-inf")
+
+
+_Waiting = tuple[int, int, Record]
+"""Identity, epoch in milliseconds, record."""
+
+
+class _Shard:
+    """One log."""
+
+    __slots__ = ("loaded", "log", "marks", "retelling", "told_new_epoch", "waiting")
+
+    def __init__(self) -> None:
+        self.log = Log(LEAST_BUDGET_BYTES)
+        self.waiting: deque[_Waiting] = deque()
+        self.marks: deque[tuple[int, str]] = deque()
+        """Positions of entries, and their ids: where the log may be cut."""
+        self.loaded = False
+        self.retelling: Iterator[int] | None = None
+        self.told_new_epoch: set[int] = set()
+
+
+@dataclass(slots=True)
+class Batch:
+    """An entry on its way."""
+
+    shard: int
+    payload: bytes
+    records: list[_Waiting]
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """What has happened, for metrics."""
+
+    written: int = 0
+    dropped: int = 0
+    applied: int = 0
+    orphans: int = 0
+    bad_entries: int = 0
+    retold: int = 0
+    restarts: int = 0
+
+
+class PrefixShare:
+    """Keeps the journal of a `SharedIndex`, and takes in what others have told.
+
+    Attributes:
+        counts: what has happened.
+        lossy: something has been dropped since this was last set to False.
+    """
+
+    def __init__(self, index: SharedIndex, fleet: Fleet, shards: int, max_bytes: int, writer: int) -> None:
+        """Follow a fleet, and become the index's journal.
+
+        Args:
+            index: the prefix map.
+            fleet: the replicas.
+            shards: number of logs.
+            max_bytes: what all logs together may keep.
+            writer: this worker's number.
+        """
+        self.index = index
+        self.counts = PrefixCounts()
+        self.lossy = False
+        self._fleet = fleet
+        self._writer = writer
+        self._most_bytes = max(max_bytes // shards, LEAST_BUDGET_BYTES)
+        self._shards = [_Shard() for _ in range(shards)]
+        self._by_slot: list[_Known | None] = []
+        self._by_identity: dict[int, _Known] = {}
+        self._waiting_bytes = 0
+        for replica in fleet.replicas.values():
+            self._attach(replica)
+        fleet.on_change(self._changed)
+        index.journal = self
+
+    # -- what this worker tells
+
+    def extended(self, slot: int, depth: int, parent: int, tail: Sequence[int]) -> None:
+        """Keep for the next entry; see `Journal`."""
+        self._wait(slot, (depth, parent, tail), RECORD_BYTES + 8 * len(tail))
+
+    def cut(self, slot: int, depth: int, block: int) -> None:
+        """Keep for the next entry; see `Journal`."""
+        self._wait(slot, (depth, block, None), RECORD_BYTES)
+
+    def _wait(self, slot: int, record: Record, length_bytes: int) -> None:
+        known = self._by_slot[slot]
+        if known is None:
+            return
+        waiting = self._shards[known.shard].waiting
+        waiting.append((known.identity, known.epoch_ms, record))
+        self._waiting_bytes += length_bytes
+        while self._waiting_bytes > WAITING_BYTES:
+            longest = max(self._shards, key=lambda shard: len(shard.waiting)).waiting
+            self._waiting_bytes -= _length_bytes(longest.popleft())
+            self.counts.dropped += 1
+            self.lossy = True
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of records that wait to be written."""
+        return self._waiting_bytes
+
+    def take(self, shard: int) -> Batch | None:
+        """Take the next entry of a log; None if there is nothing to tell. `put_back` if it could not be written."""
+        state = self._shards[shard]
+        waiting = state.waiting
+        if not waiting and not state.told_new_epoch:
+            return None
+        records: list[_Waiting] = []
+        groups: dict[tuple[int, int], list[Record]] = {}
+        length = 0
+        while waiting and length < ENTRY_BYTES:
+            item = waiting.popleft()
+            length += _length_bytes(item)
+            records.append(item)
+            groups.setdefault(item[:2], []).append(item[2])
+        self._waiting_bytes -= length
+        for identity in state.told_new_epoch:
+            known = self._by_identity.get(identity)
+            if known is not None:
+                groups.setdefault((identity, known.epoch_ms), [])
+        state.told_new_epoch.clear()
+        packed = [(*key, pack_records(_without_repeats(group))) for key, group in groups.items()]
+        return Batch(shard, pack_entry(self._writer, packed), records)
+
+    def put_back(self, batch: Batch) -> None:
+        """Return an entry that may not have been written."""
+        self._shards[batch.shard].waiting.extendleft(reversed(batch.records))
+        self._waiting_bytes += sum(map(_length_bytes, batch.records))
+        # The replica's present epoch need not be in these records.
+        self._shards[batch.shard].told_new_epoch.update(record[0] for record in batch.records)
+
+    def trim_id(self, shard: int, others_bytes: int) -> str | None:
+        """Return the id before which a log is to be cut off; None for not at all.
+
+        Args:
+            shard: which.
+            others_bytes: what other workers want the log to keep.
+        """
+        state = self._shards[shard]
+        if not state.loaded:
+            return None
+        keep = max(state.log.budget_bytes, others_bytes)
+        marks = state.marks
+        before = state.log.position - keep
+        while len(marks) > 1 and marks[1][0] <= before:
+            marks.popleft()
+        return marks[0][1] if marks and marks[0][0] <= before else None
+
+    def budgets_bytes(self) -> list[int]:
+        """Bytes each log is to keep, for this worker's part; see `refresh`."""
+        return [shard.log.budget_bytes for shard in self._shards]
+
+    # -- what all have told
+
+    def read(self, shard: int, entry_id: str, entry: bytes, only: int | None = None) -> int:
+        """Take in an entry of a log.
+
+        Args:
+            shard: which log.
+            entry_id: its place there.
+            entry: its bytes.
+            only: identity of the only replica to read of, when the log is read again.
+
+        Returns:
+            The writer's number, 0 if the entry is none.
+        """
+        state = self._shards[shard]
+        if only is None:
+            length = len(entry) + ENTRY_OVERHEAD_BYTES
+            state.log.advance(length)
+            if not state.marks or state.log.position - state.marks[-1][0] >= _MARK_BYTES:
+                state.marks.append((state.log.position - length, entry_id))
+        try:
+            writer = writer_of(entry)
+            if writer != self._writer or only is not None:
+                for identity, epoch_ms, records in groups_of(entry):
+                    known = self._by_identity.get(identity)
+                    if known is not None and (only is None or only == identity) and self._lives(known, epoch_ms):
+                        self._take_in(known.slot, records)
+        except BadEntry:
+            self.counts.bad_entries += 1
+            return 0
+        return writer
+
+    def _take_in(self, slot: int, records: memoryview) -> None:
+        index, counts = self.index, self.counts
+        if slot in index.unshared:
+            return
+        for depth, block, tail in records_of(records):
+            counts.applied += 1
+            if tail is None:
+                index.prune(slot, depth, block)
+            elif not index.graft(slot, depth, block, tail):
+                counts.orphans += 1
+
+    def loaded(self, shard: int) -> None:
+        """A log has been read to its end."""
+        self._shards[shard].loaded = True
+
+    def is_loaded(self, shard: int) -> bool:
+        """Whether a log has been read to its end once."""
+        return self._shards[shard].loaded
+
+    def lost(self, shard: int) -> None:
+        """Nothing is left of a log."""
+        state = self._shards[shard]
+        state.marks.clear()
+        state.retelling = None
+        state.log.lost()
+        # What waits would be told twice.
+        for item in state.waiting:
+            self._waiting_bytes -= _length_bytes(item)
+        state.waiting.clear()
+
+    def retell_some(self, shard: int, since: int | None, blocks: int) -> bool:
+        """Go on telling again what the replicas of a log hold; see `SharedIndex.retell`.
+
+        Args:
+            shard: which log.
+            since: as there. The same until the end.
+            blocks: how many blocks to tell, about.
+
+        Returns:
+            False at the end.
+        """
+        state = self._shards[shard]
+        if state.retelling is None:
+            state.retelling = self._retell(shard, since)
+        for told in state.retelling:
+            blocks -= told
+            if blocks <= 0:
+                return True
+        state.retelling = None
+        return False
+
+    def _retell(self, shard: int, since: int | None) -> Iterator[int]:
+        for known in [known for known in self._by_identity.values() if known.shard == shard]:
+            for blocks in self.index.retell(known.slot, since):
+                self.counts.retold += 1
+                yield blocks
+
+    # -- lives
+
+    def _lives(self, known: _Known, epoch_ms: int) -> bool:
+        """Whether an entry is about the replica's present life; it may be the first to tell of that."""
+        if epoch_ms > known.epoch_ms:
+            self._begin(known, epoch_ms)
+        return not epoch_ms or epoch_ms == known.epoch_ms
+
+    def _begin(self, known: _Known, epoch_ms: int) -> None:
+        if known.epoch_ms and epoch_ms > known.epoch_ms + _SAME_RESTART_MS:
+            self.index.clear(known.slot)
+            self.counts.restarts += 1
+            logger.info("%s has restarted: its part of the prefix map is empty", known.replica.name)
+        known.epoch_ms = epoch_ms
+        known.adopted_s = self._now_s
+
+    _now_s = 0.0
+
+    def restarted(self, replica: Replica, now_s: float, wall_ms: int) -> bool:
+        """This worker has noticed a restart; tell the others, unless they have told it.
+
+        Args:
+            replica: which.
+            now_s: monotonic seconds.
+            wall_ms: milliseconds since 1970.
+
+        Returns:
+            Whether it is news. If not, the map is right already.
+        """
+        known = self._by_slot[replica.slot]
+        if known is None:
+            return True
+        self._now_s = now_s
+        start_s = replica.kv.process_start_s
+        if start_s is not None:
+            epoch_ms = int(start_s * 1000)
+            news = epoch_ms > known.epoch_ms + _SAME_RESTART_MS
+        else:
+            epoch_ms = max(wall_ms, known.epoch_ms + 1)
+            news = now_s - known.adopted_s > _SAME_RESTART_S
+        if news:
+            known.epoch_ms = epoch_ms
+            known.adopted_s = now_s
+            self._shards[known.shard].told_new_epoch.add(known.identity)
+        return news
+
+    def refresh(self, now_s: float) -> None:
+        """Look at what is not told by events: process starts, and how much is alive. About once a second.
+
+        Args:
+            now_s: monotonic seconds.
+        """
+        self._now_s = now_s
+        alive = [0] * len(self._shards)
+        index = self.index
+        for known in self._by_identity.values():
+            start_s = known.replica.kv.process_start_s
+            if start_s is not None and int(start_s * 1000) > known.epoch_ms:
+                self._begin(known, int(start_s * 1000))
+            alive[known.shard] += 8 * index.blocks(known.slot) + _SEGMENT_BYTES * index.segments(known.slot)
+        for shard, bytes_alive in zip(self._shards, alive, strict=True):
+            wanted = int(_BUDGET_RATIO * bytes_alive) + LEAST_BUDGET_BYTES
+            shard.log.resize(min(wanted, self._most_bytes))
+
+    # -- the fleet
+
+    def shard_of(self, replica: Replica) -> int:
+        """The log a replica is told of in."""
+        return replica_identity(replica.base_url) % len(self._shards)
+
+    def _attach(self, replica: Replica) -> None:
+        known = _Known(replica, len(self._shards))
+        while len(self._by_slot) <= replica.slot:
+            self._by_slot.append(None)
+            self.index.logs.append(self._shards[0].log)
+        self._by_slot[replica.slot] = known
+        self._by_identity[known.identity] = known
+        self.index.logs[replica.slot] = self._shards[known.shard].log
+
+    def _changed(self, change: Change, replica: Replica) -> None:
+        if change is Change.ADDED:
+            self._attach(replica)
+        elif change is Change.REMOVED:
+            known = self._by_slot[replica.slot]
+            if known is not None:
+                self._by_slot[replica.slot] = None
+                self._by_identity.pop(known.identity, None)
+
+
+def _length_bytes(item: _Waiting) -> int:
+    tail = item[2][2]
+    return RECORD_BYTES + (8 * len(tail) if tail else 0)
+
+
+def _without_repeats(records: list[Record]) -> list[Record]:
+    """Leave out all but the last of those that only tell of the same use."""
+    last = {record[1]: number for number, record in enumerate(records) if record[2] is not None and not record[2]}
+    return [
+        record for number, record in enumerate(records) if record[2] is None or record[2] or last[record[1]] == number
+    ]
