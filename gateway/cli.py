@@ -89,6 +89,7 @@ def _read(
         OSError: a file it names cannot be read.
     """
     from gateway.app import validate
+    from gateway.workers.redis_server import find_server
 
     flags: dict[str, Any] = {
         "listen": {"host": host, "port": port, "workers": workers},
@@ -102,6 +103,8 @@ def _read(
     }
     config = load(config_path, _given(flags))
     validate(config)
+    if config.listen.workers > 1 and config.redis is None:
+        find_server()
     return config
 
 

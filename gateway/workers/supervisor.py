@@ -12,8 +12,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import SecretStr
-
 from gateway.admin.server import AdminServer
 from gateway.app import health_settings, replica_spec, replica_tls, scrape_settings
 from gateway.config import Config
@@ -243,10 +241,10 @@ class Supervisor:
     # -- workers
 
     def _document(self, number: int) -> dict[str, Any]:
-        config = worker_config(self._config, number, self._count)
+        order = document(worker_config(self._config, number, self._count))
         if self._redis is not None:
-            config = config.model_copy(update={"redis": SecretStr(self._redis.url)})
-        return document(config)
+            order["redis"] = self._redis.url
+        return order
 
     async def _keep(self, number: int) -> None:
         """Keep a worker of a number running."""
@@ -258,6 +256,9 @@ class Supervisor:
                 ended = await self._run(number)
             except OSError as error:
                 ended = f"cannot be started: {error}"
+            except Exception:
+                logger.exception("worker %d cannot be looked after", number)
+                ended = "has been lost sight of"
             if self._stopping.is_set():
                 return
             if ended is None:
