@@ -4,17 +4,17 @@ Rule, for a request with a target for its time to first token (TTFT), its time p
 
 1. Candidates predicted to keep all its targets are kept, the others dropped. "Exactly at the target" keeps it.
 2. For the sake of TPOT alone no prompt is computed again: a candidate must do with the least prefill of those that keep
-   the TTFT target, or be far below its TPOT target. If none is such, all that keep the TTFT target stay.
+   the TTFT target. If none does, all that keep the TTFT target stay.
 3. A request with a loose target, or without hope, leaves out the replicas it would spoil for tight ones: those whose
    queue is short enough now for the tightest target seen lately, and would not be with this prompt in it. As long as
-   others remain: replicas that are too busy for tight requests anyway, or have room for both.
+   others remain that need not compute more: replicas too busy for tight requests anyway, or with room for both.
 4. The policy chooses among the rest by its own rule; so a cached prefix still counts, and the least cost wins.
 5. If no candidate keeps the targets, the caller serves the request all the same, or refuses it.
 
 Point 2 because TPOT is what a whole batch has in common: replicas differ little in it while they are alike busy, the
 one with the prefix is the busier one, and a prompt computed elsewhere takes its time from all answers there. Without
-it the hit rate falls, and in the end nobody keeps anything: 4,000 requests with shared prefixes of 4,000 tokens at the
-limit of a TPOT target of 30 ms went from 68 % within their targets (no filter) to 8 %, with it they stay at 68 %.
+it the hit rate falls, and in the end nobody keeps anything: on the b2b-saas ladder with targets of 2 s and 100 ms, 98.9 %
+keep them without this filter, 98.7 % with it, and 59.6 % if replicas at half their TPOT target may compute prompts again.
 
 Sources:
 - llm-d-router, plugins `slo-headroom-tier-filter` (positive tier: predicted TTFT and TPOT headroom both >= 0; replicas
@@ -30,7 +30,7 @@ llm-d's 1 % of requests sent to replicas that miss is left out: it is for a mode
 
 Not done: leaving out replicas where this prefill would break the targets of running answers. With a limit per replica,
 the least delay that one of its answers can still take, it moved load from replicas with one answer in danger to all
-others: 75 % within their targets instead of 92 % on mixed lengths.
+others: 75 % within their targets instead of 92 % on mixed lengths, and within two points on the other workloads tried.
 """
 
 from collections.abc import Sequence
@@ -40,8 +40,6 @@ from math import inf
 ALIKE = 1.1
 ALIKE_S = 0.002
 """Own prefills that differ by less, as a factor and in seconds, are the same work."""
-COMFORTABLE = 0.5
-"""A replica this far below a TPOT target has time for more work."""
 ROOM_FOR_TIGHT = 0.5
 """Share of a tight target that must be left of it after the queue, for the request's own prefill."""
 LOOSE = 2.0
@@ -100,10 +98,8 @@ def keeping(
     both = [slot for slot in in_time if tpot_s[slot] <= tpot_target_s[slot]]
     if len(both) == len(in_time):
         return both, both
-    cheap_s = ALIKE * min(map(own_prefill_s.__getitem__, in_time)) + ALIKE_S
-    worth = [
-        slot for slot in both if own_prefill_s[slot] <= cheap_s or tpot_s[slot] <= COMFORTABLE * tpot_target_s[slot]
-    ]
+    cheap_s = _cheap_s(in_time, own_prefill_s)
+    worth = [slot for slot in both if own_prefill_s[slot] <= cheap_s]
     return both, worth or in_time
 
 
@@ -120,7 +116,14 @@ def sparing(
     """
     room_s = ROOM_FOR_TIGHT * tight_s
     kept = [slot for slot in slots if ttft_s[slot] <= room_s or ttft_s[slot] - own_prefill_s[slot] > room_s]
-    return kept or slots
+    if not kept or min(map(own_prefill_s.__getitem__, kept)) > _cheap_s(slots, own_prefill_s):
+        return slots
+    return kept
+
+
+def _cheap_s(slots: Sequence[int], own_prefill_s: Sequence[float]) -> float:
+    """Return the longest own prefill that counts as the least."""
+    return ALIKE * min(map(own_prefill_s.__getitem__, slots)) + ALIKE_S
 
 
 def wait_s(

@@ -44,13 +44,6 @@ def test_no_prompt_is_computed_again_for_tpot_alone() -> None:
     assert worth == [0, 1, 2]
 
 
-def test_a_replica_far_from_busy_may_compute_it() -> None:
-    own_s = [0.01, 0.12, 0.12]
-    both, worth = keeping(ALL, [0.1, 0.2, 0.2], [0.031, 0.015, 0.029], own_s, limits(1.0), limits(0.030))
-    assert both == [1, 2]
-    assert worth == [1]
-
-
 def test_for_ttft_a_prompt_is_computed_again() -> None:
     both, worth = keeping(ALL, [3.0, 0.2, 0.3], [0.031, 0.029, 0.029], [0.01, 0.12, 0.12], limits(1.0), limits(0.030))
     assert both == worth == [1, 2]
@@ -71,7 +64,7 @@ def test_what_misses_is_never_chosen_from_when_one_keeps(
     if both:
         assert worth
         least_s = min(own_s[slot] for slot in in_time)
-        if any(own_s[slot] <= least_s for slot in both) or tpot_limit_s == inf:
+        if any(own_s[slot] == least_s for slot in both) or tpot_limit_s == inf:
             # One that keeps both costs nothing more, so nothing but such is left.
             assert set(worth) <= set(both)
 
@@ -82,6 +75,11 @@ def test_what_misses_is_never_chosen_from_when_one_keeps(
 def test_a_loose_request_goes_where_no_tight_one_could_go_or_where_room_is_left() -> None:
     # Room for tight ones is half of 0.4 s. The first has a long queue, the second would have none left, the third some.
     assert sparing(ALL, [2.0, 0.3, 0.15], [0.2, 0.2, 0.1], 0.4) == [0, 2]
+
+
+def test_nobody_is_spared_by_computing_a_prompt_again() -> None:
+    # Only the second holds the prefix, and would be spoiled by what is left of the prompt.
+    assert sparing(ALL, [2.0, 0.21, 2.0], [0.2, 0.05, 0.2], 0.4) == ALL
 
 
 def test_where_all_would_be_spoiled_the_policy_decides() -> None:
