@@ -13,6 +13,7 @@ from typing import Any
 from gateway.estimator.roofline import StepCost, attention_pairs
 from loadtests.bench_summary import Distribution
 from loadtests.replay.settings import ReplicaModel
+from loadtests.workloads.prompt import Part
 from loadtests.workloads.types import Load
 
 NAME = "unloaded_bound"
@@ -41,7 +42,8 @@ def unloaded_ttfts_s(load: Load, replicas: list[ReplicaModel]) -> list[float]:
                 names = turn.prompt.names_every(_GRAIN_TOKENS)
                 known = sum(name in cached for name in names)
                 held = min((known + 1) * _GRAIN_TOKENS, turn.prompt.tokens - 1) if known else 0
-                cached.update(names)
+                answered = turn.prompt.extended(Part(turn.answer, turn.output_tokens))
+                cached.update(answered.names_every(_GRAIN_TOKENS))
                 if not stage.warm_up:
                     ttfts_s.append(min(alone_s(turn.prompt.tokens, held, cost, budget) for cost, budget in costs))
     return ttfts_s

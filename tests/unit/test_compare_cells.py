@@ -169,6 +169,17 @@ def test_the_informed_bound_knows_when_the_first_token_comes(workload: str) -> N
     assert off[int(0.8 * len(off))] < 0.05
 
 
+def test_the_bound_has_answers_cached_too() -> None:
+    opening = Prompt([Part(1, 640)])
+    following = opening.extended(Part(9, 640), Part(2, 64))
+    session = Session(0.0, (Turn(opening, 640, 9), Turn(following, 1, 10)))
+    (engine, *_) = TINY.settings("random", 1).replicas
+    cost = replace(engine.cost, prefill_s_per_token=1.0, attention_s_per_pair=0.0, overhead_s=0.0)
+    first_s, second_s = unloaded.unloaded_ttfts_s(Load("l", [Stage("all", [session])]), [replace(engine, cost=cost)])
+    assert first_s == 640.0
+    assert second_s <= 64.0
+
+
 def test_a_stored_cell_is_not_run_again(tmp_path: Path) -> None:
     cache = Cache(tmp_path, None)
     cells = cells_of([TINY], [1])
