@@ -73,6 +73,10 @@ class BlockPool:
         """Distinct block hashes that would be found."""
         return len(self._owner)
 
+    def cached(self) -> dict[int, int]:
+        """Every block hash that would be found, and how many blocks have it."""
+        return {block_hash: 1 + len(self._copies.get(block_hash, ())) for block_hash in self._owner}
+
     def match(self, hashes: Sequence[int], limit: int) -> int:
         """Length in blocks of the longest cached chain from the start of `hashes`, at most `limit`."""
         owner = self._owner

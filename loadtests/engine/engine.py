@@ -137,10 +137,12 @@ class Engine:
         self.aborted += 1
         return True
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that no request holds. Their removal is no event of a step."""
-        self.pool.removed = None
+    def reset_prefix_cache(self) -> list[int]:
+        """Forget all cached blocks that no request holds; return their hashes. Their removal is no event of a step."""
+        removed = self.pool.removed = []
         self.pool.reset()
+        self.pool.removed = None
+        return removed
 
     def step(self, max_steps: int = 1, max_duration_s: float = math.inf) -> StepResult | None:
         """Run the next step, and more of the same kind if asked to.

@@ -42,6 +42,11 @@ from loadtests.replica.server import start_replica
 )
 @click.option("--bytes-per-token", type=click.IntRange(1, 7), default=4, help="UTF-8 bytes of a token.")
 @click.option("--seed", type=int, default=0, help="Other seeds make other answers.")
+@click.option("--kv-events/--no-kv-events", default=False, help="Publish KV events as vLLM does.")
+@click.option(
+    "--kv-events-endpoint", default="tcp://*:0", help="Bound if its host is *, else connected to; port 0: any."
+)
+@click.option("--kv-events-replay-endpoint", default="tcp://*:0", help="Where missed events are sent again.")
 @click.option("--control-port", type=int, help="Serves /sim/{port}/... for all replicas of the process.")
 def main(ports: tuple[int, ...], host: str, control_port: int | None, **options: object) -> None:
     """Serve simulated vLLM replicas, one per port, each with its own engine."""

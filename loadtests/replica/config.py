@@ -35,6 +35,9 @@ class ReplicaConfig:
         default_max_tokens: answer length where the client sets no limit.
         keep_alive_s: idle connections are closed after this time, as uvicorn does.
         seed: other seeds make other answers.
+        kv_events: publish KV events.
+        kv_events_endpoint: where; a wildcard host is bound (port 0 for a free one), another is connected to.
+        kv_events_replay_endpoint: where missed events are sent again; None for nowhere.
     """
 
     hardware: str = "h100-sxm"
@@ -57,6 +60,9 @@ class ReplicaConfig:
     default_max_tokens: int = 256
     keep_alive_s: float = 5.0
     seed: int = 0
+    kv_events: bool = False
+    kv_events_endpoint: str = "tcp://*:0"
+    kv_events_replay_endpoint: str | None = "tcp://*:0"
 
     def __post_init__(self) -> None:
         if not self.speedup > 0:

@@ -27,6 +27,8 @@ def control_routes(prefix: str) -> list[web.RouteDef]:
         web.get(f"{prefix}/faults", _get_faults),
         web.get(f"{prefix}/state", _state),
         web.post(f"{prefix}/reset", _reset),
+        web.get(f"{prefix}/kv_blocks", _kv_blocks),
+        web.post(f"{prefix}/kv_events", _kv_events),
     ]
 
 
@@ -100,9 +102,23 @@ async def _state(request: web.Request) -> web.Response:
     return json_response(state(_replica(request)))
 
 
+async def _kv_blocks(request: web.Request) -> web.Response:
+    """The prefix cache: block hash -> physical blocks."""
+    return json_response({str(name): copies for name, copies in _replica(request).engine.pool.cached().items()})
+
+
+async def _kv_events(request: web.Request) -> web.Response:
+    """Lose the next `drop` messages of the KV-event feed; a replay still has them."""
+    feed = _replica(request).kv_feed
+    if feed is None:
+        raise web.HTTPNotFound(text="no KV events here\n")
+    feed.publisher.drop = int(orjson.loads(await request.read())["drop"])
+    return json_response({"drop": feed.publisher.drop})
+
+
 async def _reset(request: web.Request) -> web.Response:
     replica = _replica(request)
-    replica.engine.reset_prefix_cache()
+    replica.reset_prefix_cache()
     in_flight = replica.traffic.in_flight
     replica.traffic = Traffic(in_flight=in_flight, in_flight_max=in_flight)
     return json_response(state(replica))

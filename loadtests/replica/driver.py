@@ -11,9 +11,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from loadtests.engine import Engine, EngineRequest, StepResult
 from loadtests.replica.metrics import ReplicaMetrics
+
+
+class StepFeed(Protocol):
+    """Somebody who wants to hear what every step did; `loadtests.replica.kv_events.KvFeed` is one."""
+
+    def stepped(self, result: StepResult) -> None:
+        """A step is over."""
+
+    def told(self) -> None:
+        """All steps done so far have been told."""
+
+    def aborted(self, request: EngineRequest) -> None:
+        """A request has been dropped."""
+
 
 _WAKE_UP_S = 0.001
 _MAX_CATCH_UP_S = 0.05
@@ -82,6 +97,7 @@ class Driver:
         self._generations: dict[EngineRequest, Generation] = {}
         self._streaming: dict[EngineRequest, Generation] = {}
         """Generations with a first token and somebody who wants to hear of every one."""
+        self.feed: StepFeed | None = None
         self._loop = asyncio.get_running_loop()
         self._wake_up: asyncio.Handle | None = None
 
@@ -129,6 +145,8 @@ class Driver:
             return False
         self._streaming.pop(request, None)
         self.engine.abort(request.id)
+        if self.feed is not None:
+            self.feed.aborted(request)
         self.metrics.finished["abort"] += 1
         generation.done.cancel()
         return True
@@ -166,6 +184,8 @@ class Driver:
         finished: list[Generation] = []
         for result in results:
             self._account(result, finished)
+        if self.feed is not None:
+            self.feed.told()
         engine = self.engine
         for request, generation in list(self._streaming.items()):
             emitted = engine.emitted_tokens(request)
@@ -202,6 +222,8 @@ class Driver:
                 metrics.ttft.observe(max(0.0, end_s - generation.arrival_s) / self._speedup)
                 if generation.on_progress is not None:
                     self._streaming[request] = generation
+        if self.feed is not None:
+            self.feed.stepped(result)
         for request in result.finished:
             generation = generations.pop(request, None)
             if generation is not None:

@@ -45,6 +45,12 @@ async def load(request: web.Request) -> web.Response:
     return json_response({"server_load": request.app[REPLICA].traffic.in_flight})
 
 
+async def kv_event_sources(request: web.Request) -> web.Response:
+    """GET /kv_event_sources: where events are published, by data-parallel rank."""
+    feed = request.app[REPLICA].kv_feed
+    return json_response({} if feed is None else {str(feed.publisher.rank): feed.publisher.source()})
+
+
 async def metrics(request: web.Request) -> web.Response:
     """GET /metrics."""
     return web.Response(body=request.app[REPLICA].page.render(), headers={"content-type": CONTENT_TYPE})

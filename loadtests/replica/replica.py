@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from aiohttp import web
@@ -17,6 +17,9 @@ from loadtests.replica.errors import ApiError
 from loadtests.replica.faults import Faults, FaultSwitch
 from loadtests.replica.metrics import MetricsPage, ReplicaMetrics
 from loadtests.replica.tokens import Tokenizer, Tokens
+
+if TYPE_CHECKING:
+    from loadtests.replica.kv_events import KvFeed
 
 VERSION = "0.32.0"
 
@@ -46,7 +49,7 @@ class Replica:
 
     def __init__(self, config: ReplicaConfig) -> None:
         self.config = config
-        self.engine = Engine(config.step_cost(), config.engine_limits())
+        self.engine = Engine(config.step_cost(), config.engine_limits(), collect_events=config.kv_events)
         self.metrics = ReplicaMetrics()
         self.page = MetricsPage(config, self.engine, self.metrics)
         self.driver = Driver(self.engine, config.speedup, self.metrics)
@@ -59,6 +62,36 @@ class Replica:
         name = xxhash.xxh32_hexdigest(f"{config.model}/{config.hardware}")
         self.fingerprint = f"vllm-{VERSION}-{name}"
         self._requests = 0
+        self.kv_feed: KvFeed | None = None
+        self._roots: dict[int, tuple[str, str]] = {}
+        """What the starts of hash chains stand for: adapter and salt."""
+
+    def publish_kv_events(self, host: str, port: int) -> None:
+        """Open the KV-event feed, if the replica has one.
+
+        Args:
+            host: address of the HTTP server; it and the port are in the topic.
+            port: its port.
+
+        Raises:
+            OSError: an endpoint is taken.
+        """
+        config = self.config
+        if not config.kv_events:
+            return
+        # pyzmq and msgspec are needed for this only.
+        from loadtests.replica.kv_events import KvFeed, Publisher
+
+        topic = f"kv@{host}:{port}@{config.model_names[0]}"
+        publisher = Publisher(config.kv_events_endpoint, config.kv_events_replay_endpoint, topic)
+        self.kv_feed = self.driver.feed = KvFeed(publisher, config.block_size)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached blocks that no request holds."""
+        idle = not self.engine.running
+        removed = self.engine.reset_prefix_cache()
+        if self.kv_feed is not None:
+            self.kv_feed.reset(removed, idle)
 
     def model(self, body: dict[str, Any]) -> tuple[str, str]:
         """The model a body asks for: the name answers give it, and the adapter or an empty string.
@@ -77,7 +110,11 @@ class Replica:
 
     def root(self, body: dict[str, Any], lora: str) -> int:
         """Start of the hash chain of a body's prompts."""
-        return self.tokenizer.root(lora, str(body.get("cache_salt") or ""))
+        salt = str(body.get("cache_salt") or "")
+        root = self.tokenizer.root(lora, salt)
+        if self.kv_feed is not None:
+            self._roots[root] = (lora, salt)
+        return root
 
     def limit_tokens(self, prompt: Tokens, asked: int | None, default: int) -> int:
         """Tokens to generate after a prompt.
@@ -136,11 +173,17 @@ class Replica:
         self._requests += 1
         hashes = self.tokenizer.block_hashes(prompt, answer, root)
         request = EngineRequest(str(self._requests), prompt.count, max_tokens, hashes)
+        if self.kv_feed is not None:
+            lora, salt = self._roots[root]
+            data = self.tokenizer.joined(prompt, answer)
+            self.kv_feed.submitted(request, data, prompt.width, lora, salt)
         return self.driver.submit(request, natural_end=natural_end, on_progress=on_progress)
 
     def close(self) -> None:
         """Stop the engine."""
         self.driver.close()
+        if self.kv_feed is not None:
+            self.kv_feed.publisher.close()
 
 
 REPLICA = web.AppKey("replica", Replica)

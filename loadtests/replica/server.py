@@ -131,6 +131,11 @@ async def start_replica(
     )
     await runner.setup()
     running = RunningReplica(replica, runner, host, listener)
+    try:
+        replica.publish_kv_events(host, running.port)
+    except OSError:
+        listener.close()
+        raise
     await running.listen()
     return running
 
@@ -173,6 +178,7 @@ def _application(replica: Replica) -> web.Application:
             web.get("/version", info.version, allow_head=False),
             web.get("/load", info.load, allow_head=False),
             web.get("/metrics", info.metrics, allow_head=False),
+            web.get("/kv_event_sources", info.kv_event_sources, allow_head=False),
             *control_routes("/sim"),
         ]
     )

@@ -115,13 +115,19 @@ class Tokenizer:
         words = hashlib.shake_256(name).digest(-(-length // 4))
         return b"".join([_WORD_OF_BYTE[byte] for byte in words])[:length]
 
+    def joined(self, prompt: Tokens, answer: bytes) -> bytes:
+        """The pieces of a prompt and its answer, all as wide as the prompt's."""
+        width = prompt.width
+        if width != self.width:
+            answer = b"".join(answer[i : i + self.width].ljust(width, b"\0") for i in range(0, len(answer), self.width))
+        return prompt.data + answer
+
     def block_hashes(self, prompt: Tokens, answer: bytes, root: int) -> list[int]:
         """Chained hashes of the full blocks of a prompt and its answer; each names the prefix up to its end."""
         width = prompt.width
         if width != self.width:
             root ^= _WIDE_ROOT
-            answer = b"".join(answer[i : i + self.width].ljust(width, b"\0") for i in range(0, len(answer), self.width))
-        data = prompt.data + answer
+        data = self.joined(prompt, answer)
         block_bytes = self._block_size * width
         digest = xxhash.xxh3_64_intdigest
         block_hash = root

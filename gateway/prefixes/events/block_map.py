@@ -95,6 +95,10 @@ class BlockMap:
         """All that is held, in the gateway's chain."""
         return frozenset(self._held)
 
+    def names(self) -> dict[BlockHash, int]:
+        """All that is held: the engine's name of each block, and how many blocks have it."""
+        return {name: self._copies.get(name, 1) for name in self._blocks}
+
     def match(self, hashes: list[int]) -> int:
         """Return the number of leading blocks of a prompt that the engine has cached."""
         held = self._held

@@ -42,8 +42,12 @@ class _Line:
         if source.endpoint is not None:
             socket = subscriber(owner.context, source.topic)
             self._readers.append(monitor(socket, self._connected, self._disconnected))
-            socket.connect(source.endpoint)
             self._readers.append(Reader(socket, self._receive))
+            try:
+                socket.connect(source.endpoint)
+            except zmq.ZMQError:
+                self.close()
+                raise
         else:
             self._connected()
 
@@ -266,7 +270,7 @@ class Subscriber:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
+            self.context.destroy(linger=0)
             raise OSError(error.errno, f"cannot bind {endpoint} for KV events: {error}") from error
         bound = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)

@@ -1,6 +1,6 @@
 """What a chat template is given: the messages of a request, in the form the engine's template sees them. Pure.
 
-The rules are those of vLLM 0.32 (`vllm/renderers/chat_utils.py`, `vllm/entrypoints/openai/chat_completion/protocol.py`):
+The rules are those of vLLM 0.32 (`renderers/chat_utils.py`, `entrypoints/openai/chat_completion/protocol.py`):
 content in parts becomes one text or parts of known form, depending on what the template expects; arguments of tool
 calls become objects; reasoning has two names.
 """
