@@ -78,7 +78,7 @@ class Handover:
         self._listener: Listener | None = None
         self._turn = 0
         self._settled = asyncio.Event()
-        self._paused = False
+        self._over = False
 
     def listen(self, sockets: list[socket.socket], backlog: int) -> int:
         """Begin to accept on bound sockets; return the port.
@@ -119,7 +119,10 @@ class Handover:
         lane.end.close()
         self._waiting.extendleft(reversed(lane.untaken))
         lane.untaken.clear()
-        self._deal_waiting()
+        if self._over:
+            self._drop_waiting()
+        else:
+            self._deal_waiting()
 
     async def close(self, within_s: float) -> None:
         """Accept no more, and see that what has been accepted is taken.
@@ -139,9 +142,8 @@ class Handover:
                     await self._settled.wait()
         except TimeoutError:
             logger.warning("connections that no worker has taken are closed")
-        for connection in self._waiting:
-            connection.close()
-        self._waiting.clear()
+        self._over = True
+        self._drop_waiting()
 
     async def empty(self, lane: Lane) -> None:
         """Give a worker no more connections, and wait until it has taken those on the way."""
@@ -151,6 +153,11 @@ class Handover:
             await self._settled.wait()
 
     # -- inside
+
+    def _drop_waiting(self) -> None:
+        for connection in self._waiting:
+            connection.close()
+        self._waiting.clear()
 
     def _take(self, connection: socket.socket) -> None:
         self._waiting.append(connection)

@@ -11,6 +11,7 @@ from typing import Any
 
 from gateway.admin.merge import Page
 from gateway.workers.channel import Channel
+from gateway.workers.facts import Fact
 from gateway.workers.handover import Handover, Lane
 
 logger = logging.getLogger(__name__)
@@ -64,14 +65,11 @@ class WorkerProcess:
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
-    async def start(
-        cls, number: int, order: dict[str, Any], on_state: Callable[["WorkerProcess"], None]
-    ) -> "WorkerProcess":
-        """Start a process and tell it what to do.
+    async def start(cls, number: int, on_state: Callable[["WorkerProcess"], None]) -> "WorkerProcess":
+        """Start a process; it waits for the order to begin.
 
         Args:
             number: its number.
-            order: the message it starts with.
             on_state: called whenever its state has changed.
 
         Raises:
@@ -96,14 +94,21 @@ class WorkerProcess:
                 ours.close()
                 our_connections.close()
                 raise
-        channel = await Channel.over(ours)
-        channel.send(order)
-        return cls(number, process, channel, our_connections, on_state)
+        return cls(number, process, await Channel.over(ours), our_connections, on_state)
 
     @property
     def serving(self) -> bool:
         """Whether it gets connections."""
         return self.state is State.SERVING
+
+    def begin(self, config: dict[str, Any], facts: list[Fact]) -> None:
+        """Tell it what to do.
+
+        Args:
+            config: of `settings.document`.
+            facts: all that is known of the replicas.
+        """
+        self._channel.send({"do": "start", "config": config, "facts": facts})
 
     def send(self, order: str) -> None:
         """Give an order that needs no answer."""

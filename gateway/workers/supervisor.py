@@ -216,7 +216,8 @@ class Supervisor:
         self._config = config = named
         # First the workers learn of new replicas, then what is known of them.
         self._send_facts()
-        workers = [worker for worker in self._running if worker.serving]
+        # One that starts at the moment has been told the old configuration already.
+        workers = [worker for worker in self._running if worker.state is not State.LEAVING]
         asked = [
             asyncio.ensure_future(worker.ask("reload", _RELOAD_S, config=self._document(worker.number)))
             for worker in workers
@@ -276,10 +277,10 @@ class Supervisor:
 
     async def _run(self, number: int) -> str | None:
         """Run a worker; return how it has died, None if it is leaving because it was asked to."""
-        # What waits to be told is in the snapshot.
+        worker = await WorkerProcess.start(number, self._on_state)
+        # What waits to be told is in the snapshot. Between it and the list of those who are told, nothing may come.
         self._send_facts()
-        order = {"do": "start", "config": self._document(number), "facts": snapshot(self._fleet)}
-        worker = await WorkerProcess.start(number, order, self._on_state)
+        worker.begin(self._document(number), snapshot(self._fleet))
         self._running.append(worker)
         if self._stopping.is_set():
             worker.send("stop")
@@ -305,6 +306,7 @@ class Supervisor:
         worker.close_lane(self._handover)
         self._late_since_s.pop(worker, None)
         self._view.gone(worker)
+        # Last, when all is in order again: who waits for this looks at the rest.
         await self._notify()
         if code < 0:
             return f"(pid {worker.pid}) was killed by {signal.Signals(-code).name}"

@@ -33,8 +33,14 @@ from gateway.proxy.request_log import RequestLog
 from gateway.workers import facts
 from gateway.workers.channel import Channel
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gateway.workers.worker")
 
+# What the supervisor says once need not be said by every worker.
+_SAID_ELSEWHERE = {
+    "gateway.replicas.registry": logging.WARNING,
+    "gateway.reload": logging.WARNING,
+    "gateway.app": logging.ERROR,
+}
 _GIVEN_UP = 3
 """Exit code of a worker that could not start."""
 _FLUSH_S = 1.0
@@ -174,6 +180,8 @@ async def work(number: int, control: socket.socket, connections: socket.socket) 
     try:
         config = Config.model_validate(order["config"])
         configure_logging(config.logging.level, number)
+        for name, level in _SAID_ELSEWHERE.items():
+            logging.getLogger(name).setLevel(level)
         raise_descriptor_limit(config.limits.max_connections)
         log = RequestLog(fields={"worker": number}) if config.logging.requests else None
         gateway = Gateway(config, log, number)

@@ -106,10 +106,10 @@ async def starting(document: dict[str, Any], directory: Path) -> AsyncIterator[S
 
 
 @asynccontextmanager
-async def serving(document: dict[str, Any], directory: Path) -> AsyncIterator[Served]:
+async def serving(document: dict[str, Any], directory: Path, within_s: float = 20.0) -> AsyncIterator[Served]:
     """Start a gateway and wait until it is ready."""
     async with starting(document, directory) as served:
-        match = _SERVING.search(await served.until_said(_SERVING.pattern))
+        match = _SERVING.search(await served.until_said(_SERVING.pattern, within_s=within_s))
         assert match is not None
         served.port, served.admin_port = int(match[1]), int(match[2])
         yield served
