@@ -319,6 +319,8 @@ class Gateway:
         """
         if self._request_log is not None:
             self._request_log.start()
+        if self.sharing is not None:
+            self.sharing.start()
         self.plane.adopt(connections, self._client_tls)
 
     async def reload(self, config: Config) -> None:
