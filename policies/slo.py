@@ -13,8 +13,9 @@ Rule, for a request with a target for its time to first token (TTFT), its time p
 
 Point 2 because TPOT is what a whole batch has in common: replicas differ little in it while they are alike busy, the
 one with the prefix is the busier one, and a prompt computed elsewhere takes its time from all answers there. Without
-it the hit rate falls, and in the end nobody keeps anything: on the b2b-saas ladder with targets of 2 s and 100 ms, 98.9 %
-keep them without this filter, 98.7 % with it, and 59.6 % if replicas at half their TPOT target may compute prompts again.
+it the hit rate falls, and in the end nobody keeps anything: on the b2b-saas ladder with targets of 2 s and 100 ms,
+98.9 % keep them without this filter, 98.7 % with it, and 59.6 % if replicas at half their TPOT target may compute
+prompts again.
 
 Sources:
 - llm-d-router, plugins `slo-headroom-tier-filter` (positive tier: predicted TTFT and TPOT headroom both >= 0; replicas
