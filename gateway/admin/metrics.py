@@ -60,6 +60,7 @@ class GatewayCollector(Collector):
         yield from self._series()
         yield from self._connections()
         yield from self._replicas()
+        yield from self._promises()
         yield from self._prediction()
 
     def _requests(self) -> Iterator[Metric]:
@@ -227,6 +228,33 @@ class GatewayCollector(Collector):
             breaker.add_metric([replica.name, self._ejector.state(replica)], 1)
         yield from columns.values()
         yield breaker
+
+    def _promises(self) -> Iterator[Metric]:
+        """What engines' counts of cached tokens said about the prefix map, see `gateway.prefixes.feedback`."""
+        router = self._plane.router
+        feedback = router.feedback
+        results = CounterMetricFamily(
+            "warmgate_prefix_promises",
+            "Prefixes the map promised, by what the engine found: kept, broken, or unjudged where it does not tell.",
+            labels=["replica", "result"],
+        )
+        kept_ratio = GaugeMetricFamily(
+            "warmgate_prefix_promises_kept_ratio", "Share of the last promises that were kept.", labels=["replica"]
+        )
+        capacity_ratio = GaugeMetricFamily(
+            "warmgate_prefix_map_capacity_ratio",
+            "Share of the replica's KV memory that the map may fill; broken promises lower it.",
+            labels=["replica"],
+        )
+        for replica in router.fleet.replicas.values():
+            slot = replica.slot
+            for result, number in zip(("kept", "broken", "unjudged"), feedback.promises(slot), strict=True):
+                results.add_metric([replica.name, result], number)
+            share = feedback.kept_share(slot)
+            if share is not None:
+                kept_ratio.add_metric([replica.name], share)
+            capacity_ratio.add_metric([replica.name], feedback.capacity_share(slot))
+        yield from (results, kept_ratio, capacity_ratio)
 
     def _prediction(self) -> Iterator[Metric]:
         router = self._plane.router

@@ -65,8 +65,13 @@ def parse_usage(usage: Any) -> Usage | None:
     if prompt is None or completion is None:
         return None
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else usage.get("cache_read_input_tokens")
-    return Usage(prompt, completion, _count(cached))
+    if isinstance(details, dict):
+        return Usage(prompt, completion, _count(details.get("cached_tokens")))
+    cached = _count(usage.get("cache_read_input_tokens"))
+    # Anthropic, "Prompt caching": "total_input_tokens = cache_read_input_tokens + cache_creation_input_tokens +
+    # input_tokens". OpenAI's counts include the cached tokens.
+    prompt += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
+    return Usage(prompt, completion, cached)
 
 
 # Usage holds numbers, nulls, arrays of numbers and shallow objects, so its end is the matching brace two levels deep.

@@ -87,9 +87,12 @@ class _Message:
         ]
 
     def _usage(self, choices: Sequence[Choice], output: int) -> dict[str, int]:
-        cached = cached_tokens(choices) if self._replica.config.enable_prompt_tokens_details else 0
+        if not self._replica.config.enable_prompt_tokens_details:
+            return {"input_tokens": prompt_tokens(choices), "output_tokens": output}
+        cached = cached_tokens(choices)
         return {
-            "input_tokens": prompt_tokens(choices),
+            # Anthropic counts the cached ones apart.
+            "input_tokens": prompt_tokens(choices) - cached,
             "output_tokens": output,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,

@@ -285,7 +285,7 @@ def test_usage_at_the_end_of_streams() -> None:
 
 
 def test_usage_of_an_anthropic_stream_is_in_two_events() -> None:
-    assert usage_in(ANTHROPIC) == Usage(16, 4, 8)
+    assert usage_in(ANTHROPIC) == Usage(24, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,11 @@ def test_usage_of_an_anthropic_stream_is_in_two_events() -> None:
         ),
         (b'{"data":[],"usage":{"prompt_tokens":7,"total_tokens":7}}', Usage(7, 0, None)),
         (b'{"usage" :{"prompt_tokens":7}}', None),
-        (b'{"usage":  {"input_tokens":5,"output_tokens":2,"cache_read_input_tokens":1}}', Usage(5, 2, 1)),
+        (b'{"usage":  {"input_tokens":5,"output_tokens":2,"cache_read_input_tokens":1}}', Usage(6, 2, 1)),
+        (
+            b'{"usage":{"input_tokens":16,"input_tokens_details":{"cached_tokens":8},"output_tokens":2}}',
+            Usage(16, 2, 8),
+        ),
         (b'{"usage":{"prompt_tokens":1,"completion_tokens":1},"x":{"usage":null}}', Usage(1, 1, None)),
         (b'{"usage":{"prompt_tokens":1', None),
         (b'{"usage":{"prompt_tokens":"1"}}', None),
