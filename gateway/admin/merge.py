@@ -36,7 +36,9 @@ ACROSS_WORKERS: dict[str, Callable[[Sequence[float]], float]] = {
     # Each worker has its own breakers: the share of workers.
     "warmgate_replica_routable": _mean,
     "warmgate_replica_breaker": _mean,
-    # Each worker has its own predictor.
+    # Each worker has its own predictor, and its own experience with the map.
+    "warmgate_prefix_promises_kept_ratio": _mean,
+    "warmgate_prefix_map_capacity_ratio": _mean,
     "warmgate_ttft_prediction_absolute_error": _mean,
     "warmgate_ttft_prediction_class_absolute_error": _mean,
     "warmgate_ttft_prediction_bias": _mean,

