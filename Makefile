@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 REPLICAS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test lint types unit loadtest clean
+.PHONY: run test test-real lint types unit loadtest clean
 
 run: $(VENV)/.run
 	$(BIN)/python -m loadtests.stack $(addprefix --replica ,$(REPLICAS))
@@ -25,6 +25,12 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Against real vLLM replicas on this machine's CPU. `loadtests/real/setup.sh VLLM_VENV MODEL` makes what it needs.
+test-real: $(VENV)/.dev
+	@test -n "$(VLLM_VENV)" -a -n "$(MODEL)" || { echo "usage: make test-real VLLM_VENV=... MODEL=...; \
+	loadtests/real/setup.sh makes both"; exit 1; }
+	VLLM_VENV="$(VLLM_VENV)" MODEL="$(MODEL)" $(BIN)/python -m pytest -m real tests/real $(PYTEST_ARGS)
+
 loadtest: $(VENV)/.dev
 	$(BIN)/python -m loadtests.stack --run-locust $(LOCUST_ARGS)
 
@@ -40,5 +46,5 @@ $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -e '.[dev,test,loadtest]'
+	$(BIN)/python -m pip install --quiet -e '.[dev,test,loadtest,kv-events]'
 	touch $@ $(VENV)/.run
