@@ -15,6 +15,8 @@ from gateway.config import Config, ModelSlo, RedisSection, ReplicaConfig
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
 from gateway.estimator.predictor import Predictor
+from gateway.exact_map import ExactMap
+from gateway.exact_map import check as check_exact_map
 from gateway.prefixes.index import PrefixIndex
 from gateway.prefixes.shared import SharedIndex
 from gateway.prompt.blocks import BlockSchedule
@@ -79,6 +81,7 @@ def validate(config: Config) -> None:
         raise ValueError("no replicas: give --replica URL or a `replicas` list")
     if config.redis is not None:
         check_url(config.redis.url.get_secret_value())
+    check_exact_map(config)
     client_tls(config)
     replica_tls(config)
 
@@ -279,6 +282,9 @@ class Gateway:
             self.plane.replica_active,
             self._scraper.scrape,
         )
+        self.exact: ExactMap | None = None
+        if config.kv_events.enabled:
+            self.exact = ExactMap(config, self.fleet, self._probes, self.plane)
         self._client_tls = client_tls(config)
         self.port = 0
         self.admin_port = 0
@@ -297,6 +303,9 @@ class Gateway:
         await self._scraper.start()
         if self.sharing is not None:
             self.sharing.start()
+        if self.exact is not None:
+            self.exact.start()
+            await self.exact.loaded()
         listen = config.listen
         self.port = await self.plane.listen(listen.host, listen.port, listen.backlog, self._client_tls)
         up = sum(replica.up for replica in self.fleet.replicas.values())
@@ -321,6 +330,8 @@ class Gateway:
             self._request_log.start()
         if self.sharing is not None:
             self.sharing.start()
+        if self.exact is not None:
+            self.exact.start()
         self.plane.adopt(connections, self._client_tls)
 
     async def reload(self, config: Config) -> None:
@@ -383,6 +394,8 @@ class Gateway:
         if self.sharing is not None:
             await self.sharing.stop()
         self.plane.close()
+        if self.exact is not None:
+            await self.exact.stop()
         self._ejector.close()
         await self._probes.close()
         await self._admin.stop()

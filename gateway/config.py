@@ -314,6 +314,61 @@ class RedisSection(_Section):
     """For a connection, and for an answer; after that Redis counts as down."""
 
 
+class KvEventsOfReplica(_Section):
+    """Where a replica publishes KV events that does not say so itself (vLLM tells at `/kv_event_sources`)."""
+
+    endpoint: str | None = None
+    """`tcp://HOST:PORT`, of data-parallel rank 0; the ports of others follow. `*` for the replica's host."""
+    replay_endpoint: str | None = None
+    """Where missed events are asked for, likewise; without one, a map that has missed something starts anew."""
+    topic: str = ""
+    """Topic of its messages."""
+    ranks: int = Field(1, ge=1, le=1024)
+    """Data-parallel ranks."""
+
+
+class KvEvents(KvEventsOfReplica):
+    """KV events: engines tell which blocks they have cached (vLLM's `--kv-events-config`), and prompts are matched with
+    that by their tokens. Needs warmgate[kv-events] and, for prompts of text, `tokenizer`. Endpoint, topic and ranks
+    here are of all replicas that do not tell theirs."""
+
+    enabled: bool = False
+    bind: str | None = None
+    """`tcp://*:PORT`: where engines connect to that were given this gateway's address as their endpoint. They are told
+    apart by their topics. For one worker only."""
+    replicas: dict[str, KvEventsOfReplica] = Field(default_factory=dict)
+    """By name of a replica: where it publishes, whatever it says."""
+    max_blocks: int = Field(1 << 20, ge=1)
+    """Blocks remembered of one engine; about 200 bytes each. A map that grows beyond starts anew."""
+    replay_timeout_s: float = Field(2.0, gt=0)
+    """A replay without a message for so long has failed."""
+
+
+class TokenizerFiles(_Section):
+    """Files of one model."""
+
+    path: Path
+    """The model's directory, or its tokenizer.json."""
+    chat_template: Path | None = None
+    """A Jinja file to use instead of the model's own; must be vLLM's `--chat-template`."""
+
+
+class TokenizerSection(_Section):
+    """Tokenizers, for matching prompts with KV events. Prompts whose tokens cannot be had, or not in time, are matched
+    by byte blocks."""
+
+    models: dict[str, TokenizerFiles] = Field(default_factory=dict)
+    """By name of the base model as the replicas list it."""
+    threads: int = Field(2, ge=1, le=64)
+    """Threads that tokenise."""
+    wait_ms: float = Field(5.0, ge=0)
+    """How long a request waits for its tokens."""
+    max_waiting: int = Field(64, ge=1)
+    """Prompts that may be under way at a time; more are not tokenised."""
+    cache_bytes: int = Field(64 << 20, ge=0)
+    """Memory per model for tokens of text seen before."""
+
+
 class Config(_Section):
     """All of gateway.yaml."""
 
@@ -341,6 +396,8 @@ class Config(_Section):
     queue: Queue = Queue()
     paths: Paths = Paths()
     logging: Logging = Logging()
+    kv_events: KvEvents = KvEvents()
+    tokenizer: TokenizerSection = TokenizerSection()
     redis: RedisSection | None = None
     """None: one worker, which keeps its prefix map to itself."""
 

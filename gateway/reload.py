@@ -22,7 +22,7 @@ POLL_S = 1.0
 being written is left alone."""
 
 # What is built once, with sockets, threads or loops behind it.
-_FIXED_SECTIONS = ("listen", "admin", "prefixes", "health", "breaker", "scrape", "redis")
+_FIXED_SECTIONS = ("listen", "admin", "prefixes", "health", "breaker", "scrape", "redis", "kv_events", "tokenizer")
 _FIXED_OPTIONS = (("routing", "token_budget"), ("routing", "session_header"), ("logging", "requests"))
 
 

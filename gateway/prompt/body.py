@@ -6,7 +6,7 @@ refused here.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import orjson
 
@@ -39,6 +39,8 @@ class RequestBody:
     user: str | None
     prompt: PromptKey | None
     """None when the body has no canonical prompt; such requests are routed by load."""
+    document: dict[str, Any] | None = None
+    """The whole body, if asked for: whoever tokenises the prompt takes it."""
 
 
 def parse_body(
@@ -46,6 +48,7 @@ def parse_body(
     body: bytes | bytearray | memoryview,
     schedule: BlockSchedule = DEFAULT_SCHEDULE,
     served_names: Mapping[str, str] | None = None,
+    keep_document: bool = False,
 ) -> RequestBody:
     """Parse a JSON request body.
 
@@ -55,6 +58,7 @@ def parse_body(
         schedule: where canonical prompts are cut into blocks.
         served_names: model aliases and what they stand for, so that a prompt has one key under all of its
             model's names.
+        keep_document: whether the result keeps the whole body.
 
     Raises:
         InvalidBody: if the body is not a JSON object in UTF-8, or `model` or `stream` has the wrong type.
@@ -112,6 +116,7 @@ def parse_body(
         n if type(n) is int and n > 0 else 1,
         user if type(user) is str else None,
         prompt,
+        document if keep_document else None,
     )
 
 

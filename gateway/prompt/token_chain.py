@@ -116,6 +116,8 @@ class TokenPrompt:
 
     __slots__ = ("_hashes", "_media", "_packed", "_root", "_salt", "count")
 
+    _packed: bytes | None
+
     def __init__(
         self, packed: bytes, adapter: str = "", cache_salt: str | None = None, media: Sequence[MediaItem] = ()
     ) -> None:
@@ -132,15 +134,22 @@ class TokenPrompt:
         self._root = root(adapter)
         self._salt = cache_salt or None
         self._media = media
-        self._hashes: dict[int, list[int]] = {}
+        self._hashes: dict[int, array[int]] = {}
 
-    def hashes(self, block_tokens: int) -> list[int]:
-        """Return the hashes of the full blocks of so many tokens; computed once per size."""
+    def hashes(self, block_tokens: int) -> "array[int] | None":
+        """Return the hashes of the full blocks of so many tokens; computed once per size.
+
+        None if the prompt has been sealed and the size was not asked for before.
+        """
         known = self._hashes.get(block_tokens)
-        if known is None:
-            known = chain(self._root, self._packed, block_tokens, self._extra_keys(block_tokens))
-            self._hashes[block_tokens] = known
+        if known is None and self._packed is not None:
+            made = chain(self._root, self._packed, block_tokens, self._extra_keys(block_tokens))
+            known = self._hashes[block_tokens] = array("Q", made)
         return known
+
+    def seal(self) -> None:
+        """Forget the tokens: a request that runs for minutes need not keep them."""
+        self._packed = None
 
     def _extra_keys(self, block_tokens: int) -> list[list[object] | None] | None:
         if not self._media and self._salt is None:

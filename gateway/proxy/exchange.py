@@ -15,11 +15,13 @@ the middle of it can be replaced unseen; a stream is relayed from its first byte
 import logging
 import re
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
 
 from gateway.prompt.body import InvalidBody, RequestBody
+from gateway.prompt.token_chain import TokenPrompt
 from gateway.proxy import errors, failures
 from gateway.proxy.answer import Answer, ClientSide
 from gateway.proxy.errors import GatewayError
@@ -327,13 +329,28 @@ class Exchange:
                     )
                 )
                 return
+        source = self._plane.token_source
+        if source is not None and parsed is not None:
+            path = self.head.path.decode("latin-1")
+            if source.fetch(path, parsed, partial(self._have_tokens, parsed)):
+                return
         self._route(parsed)
 
-    def _route(self, body: RequestBody | None) -> None:
+    def _have_tokens(self, body: RequestBody, tokens: TokenPrompt | None) -> None:
+        """The prompt's tokens are there, or will not be in time: go on."""
+        if self._ended:
+            return
+        try:
+            self._route(body, tokens)
+        except Exception:
+            logger.exception("request %s failed inside the gateway", self.request_id.decode("latin-1"))
+            self.broken_inside()
+
+    def _route(self, body: RequestBody | None, tokens: TokenPrompt | None = None) -> None:
         plane = self._plane
         try:
             head = self.head
-            query = self._query = plane.router.query(body, head.headers, head.targets, self.started_s)
+            query = self._query = plane.router.query(body, head.headers, head.targets, self.started_s, tokens)
         except UnknownModel as unknown:
             self._refuse(errors.unknown_model(unknown.model))
             return

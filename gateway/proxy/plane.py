@@ -33,6 +33,7 @@ from gateway.proxy.tally import Tally
 from gateway.proxy.upstream import ReplicaPool
 from gateway.replicas.registry import Change, Replica
 from gateway.routing.assignment import Assignment
+from gateway.routing.exact_match import TokenSource
 from gateway.routing.router import Router
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ class DataPlane:
         self.tally = tally
         self.now = now
         self.draining = False
+        self.token_source: TokenSource | None = None
+        """Where the tokens of prompts come from; None: nowhere."""
         self.asks_usage = asks_usage
         self.queue = queue or AdmissionQueue(0)
         self._budget = budget
@@ -400,7 +403,8 @@ class DataPlane:
         """
         if head.content_encoding:
             body = encodings.decoded(body, head.content_encoding, self.limits.max_body_bytes)
-        return parse_body(head.path.decode("latin-1"), body, self._schedule, self.router.fleet.aliases)
+        path, aliases = head.path.decode("latin-1"), self.router.fleet.aliases
+        return parse_body(path, body, self._schedule, aliases, self.token_source is not None)
 
     def asking_usage(self, head: RequestHead, body: bytes) -> bytes | None:
         """Return the body of a stream with the request for usage added, None where it cannot be."""

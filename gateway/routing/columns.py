@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import BlockSchedule, PromptKey
+from gateway.prompt.token_chain import TokenPrompt
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Fleet
+from gateway.routing.exact_match import Match, TokenMatch
 from policies.types import Candidates, Column
 
 ENGINE_BLOCK_TOKENS = 16
@@ -34,6 +36,7 @@ class Columns:
         matched_tokens, own_prefill_s, predicted_ttft_s: per-request columns the router reads as well.
         capacity_tokens: KV capacity by slot.
         block_tokens: the engines' block sizes by slot.
+        token_match: what the engines themselves have told; None without KV events.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Columns:
         self._running: list[int] = []
         self._kv_usage: list[float] = []
         self._matched: Sequence[tuple[int, int]] = ()
+        self.token_match: TokenMatch | None = None
+        self._matched_by_tokens: Sequence[Match] = ()
         self._engine_read_s = float("-inf")
         self._reads_engine = self._reads_ahead = self._reads_predictions = False
         self.candidates = Candidates(
@@ -107,7 +112,14 @@ class Columns:
         self._reads_ahead = self._reads_predictions or Column.PREFILL_S in reads
         self._engine_read_s = float("-inf")
 
-    def fill(self, slots: Sequence[int], key: PromptKey | None, prompt_tokens: float, now_s: float) -> Candidates:
+    def fill(
+        self,
+        slots: Sequence[int],
+        key: PromptKey | None,
+        prompt_tokens: float,
+        now_s: float,
+        tokens: TokenPrompt | None = None,
+    ) -> Candidates:
         """Fill the columns the policy reads, for one request.
 
         Args:
@@ -115,12 +127,15 @@ class Columns:
             key: the prompt; None when there is none.
             prompt_tokens: its tokens.
             now_s: monotonic seconds.
+            tokens: the prompt as the engine will see it, if known.
 
         Returns:
             The view for the policy. Call `clear` when it is not needed any more.
         """
         if key is not None and not key.computed_anew:
             self._match(key, prompt_tokens)
+            if tokens is not None and self.token_match is not None:
+                self._match_tokens(self.token_match.match(tokens))
         if self._reads_ahead:
             self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
         if self._reads_predictions:
@@ -144,6 +159,17 @@ class Columns:
         for slot, _ in self._matched:
             tokens[slot] = 0.0
         self._matched = ()
+        for slot, _, _ in self._matched_by_tokens:
+            tokens[slot] = 0.0
+        self._matched_by_tokens = ()
+
+    def _match_tokens(self, matches: Sequence[Match]) -> None:
+        """Put what the engines have told in place of what the byte map believes."""
+        self._matched_by_tokens = matches
+        tokens = self.matched_tokens
+        for slot, held, sure in matches:
+            if sure or held > tokens[slot]:
+                tokens[slot] = held
 
     def _match(self, key: PromptKey, prompt_tokens: float) -> None:
         matched = self._matched = self._index.match(key.hashes)

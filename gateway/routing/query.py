@@ -2,6 +2,7 @@
 
 from gateway.prompt.blocks import PromptKey
 from gateway.prompt.rewrite import replace_model
+from gateway.prompt.token_chain import TokenPrompt
 from policies.slo import Targets
 from policies.types import Request
 
@@ -17,9 +18,10 @@ class Query:
         stream: the client asked for a stream.
         rewritten_model: the name that must replace an alias in the body; None to forward the body as it is.
         targets: its latency targets; None if it has none.
+        tokens: the prompt as the engine will see it; None where that is not known.
     """
 
-    __slots__ = ("key", "max_tokens", "model", "pool", "request", "rewritten_model", "stream", "targets")
+    __slots__ = ("key", "max_tokens", "model", "pool", "request", "rewritten_model", "stream", "targets", "tokens")
 
     def __init__(
         self,
@@ -31,6 +33,7 @@ class Query:
         max_tokens: int | None,
         rewritten_model: str | None,
         targets: Targets | None = None,
+        tokens: TokenPrompt | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -40,6 +43,7 @@ class Query:
         self.max_tokens = max_tokens
         self.rewritten_model = rewritten_model
         self.targets = targets
+        self.tokens = tokens
 
     def rewritten_body(self, body: bytes) -> bytes:
         """Return the body with the alias replaced by the model's own name."""

@@ -16,12 +16,14 @@ from gateway.prefixes.feedback import CacheFeedback, Promise
 from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import DEFAULT_SCHEDULE, BlockSchedule, PromptKey
 from gateway.prompt.body import RequestBody
+from gateway.prompt.token_chain import TokenPrompt
 from gateway.prompt.tokens import TokensPerByte
 from gateway.replicas.ejection import Ejector
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Change, Fleet, Replica
 from gateway.routing.assignment import Assignment
 from gateway.routing.columns import ENGINE_BLOCK_TOKENS, Columns
+from gateway.routing.exact_match import TokenMatch
 from gateway.routing.query import Query
 from gateway.routing.refusals import NoReplica, Saturated, UnknownModel
 from gateway.routing.room import Room
@@ -82,6 +84,7 @@ class Router:
         self._columns = Columns(fleet, ledger, index, predictor, schedule)
         self.slo = SloFilter(ledger, predictor, self._columns)
         self._offsets = schedule.offsets
+        self._token_counted: Callable[[str, TokenPrompt, int], None] | None = None
         self._session_header = session_header.lower().encode() if session_header else None
         self._output_tokens: dict[str, float] = {}
         self._sized_at_ratio: dict[str, float] = {}
@@ -115,6 +118,16 @@ class Router:
         if isinstance(policy, RemembersReplicas):
             self._remembering.add(policy)
 
+    def use_token_match(self, match: TokenMatch, counted: Callable[[str, TokenPrompt, int], None]) -> None:
+        """Match prompts whose tokens are known with what the engines have told.
+
+        Args:
+            match: what they have told.
+            counted: told the engine's count of a prompt's tokens: base model, prompt, count.
+        """
+        self._columns.token_match = match
+        self._token_counted = counted
+
     # -- the life of a request
 
     def query(
@@ -123,6 +136,7 @@ class Router:
         headers: Mapping[bytes, bytes],
         asked: tuple[bytes | None, bytes | None] | None = None,
         received_s: float = 0.0,
+        tokens: TokenPrompt | None = None,
     ) -> Query:
         """Read a request.
 
@@ -131,6 +145,7 @@ class Router:
             headers: the request's headers by lower-case name.
             asked: values of its latency targets' headers, see `SloRules.targets`.
             received_s: when it came: monotonic seconds.
+            tokens: its prompt as the engine will see it, if known.
 
         Raises:
             UnknownModel: the body names a model that no replica has ever listed.
@@ -147,6 +162,8 @@ class Router:
         pool = fleet.pool(model)
         key = body.prompt if body is not None else None
         prompt_tokens = self.tokens.estimate(pool, key) if key is not None else 0.0
+        if tokens is not None:
+            prompt_tokens = float(tokens.count)
         output_tokens = self._output_tokens.get(pool, DEFAULT_OUTPUT_TOKENS)
         max_tokens = body.max_tokens if body is not None else None
         if max_tokens is not None and max_tokens < output_tokens:
@@ -173,7 +190,7 @@ class Router:
             if key is None:
                 # Without a prompt there is nothing to predict from, and mostly no token to wait for.
                 targets = None
-        return Query(model, pool, key, request, stream, max_tokens, model if model != name else None, targets)
+        return Query(model, pool, key, request, stream, max_tokens, model if model != name else None, targets, tokens)
 
     def assign(self, query: Query, tried: Sequence[int], now_s: float) -> Assignment:
         """Choose a replica for an attempt and charge it.
@@ -204,7 +221,7 @@ class Router:
         request.now_s = now_s
         targets, slo, outlook = query.targets, self.slo, None
         try:
-            candidates = columns.fill(slots, key, prompt_tokens, now_s)
+            candidates = columns.fill(slots, key, prompt_tokens, now_s, query.tokens)
             if targets is not None:
                 outlook = slo.narrow(targets, query.pool, request, now_s)
             choice = policy.choose(request, candidates)
@@ -255,6 +272,8 @@ class Router:
             completion_tokens: tokens of its answer, None if not reported.
         """
         pool = query.pool
+        if prompt_tokens is not None and query.tokens is not None and self._token_counted is not None:
+            self._token_counted(pool, query.tokens, prompt_tokens)
         if prompt_tokens is not None and query.key is not None:
             self.tokens.learn(pool, query.key, prompt_tokens)
             ratio, sized_at = self.tokens.ratio(pool), self._sized_at_ratio.get(pool, 0.0)

@@ -99,7 +99,7 @@ class BlockMap:
         """All that is held: the engine's name of each block, and how many blocks have it."""
         return {name: self._copies.get(name, 1) for name in self._blocks}
 
-    def match(self, hashes: list[int]) -> int:
+    def match(self, hashes: Sequence[int]) -> int:
         """Return the number of leading blocks of a prompt that the engine has cached."""
         held = self._held
         if not hashes or hashes[0] not in held:

@@ -198,4 +198,6 @@ def _tokenise(
     tokens = prompt_tokens(path, document, model, adapter)
     for size in block_tokens:
         tokens.hashes(size)
+    if block_tokens:
+        tokens.seal()
     return tokens
