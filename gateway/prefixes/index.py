@@ -47,7 +47,7 @@ class Schedule(Protocol):
 class _Segment:
     """A run of blocks of one replica, from depth `start` on."""
 
-    __slots__ = ("children", "hashes", "number", "parent", "published", "start", "used")
+    __slots__ = ("children", "hashes", "number", "parent", "shown", "start", "told", "used")
 
     def __init__(self, number: int, hashes: "array[int]", start: int, parent: int) -> None:
         self.number = number
@@ -56,7 +56,8 @@ class _Segment:
         self.parent = parent  # 0: none
         self.children: set[int] | None = None
         self.used = 0  # by which insertion, last
-        self.published = 0  # where in the shared log anybody last said so; see `shared.py`
+        # Where in the shared log anybody last told its blocks, and that it was used; see `shared.py`.
+        self.told = self.shown = 0
 
 
 class _Replica:
@@ -287,12 +288,10 @@ class PrefixIndex:
         if tail:
             if segment is not None and segment.children is None:
                 segment.hashes.extend(tail)
+                replica.blocks.update(dict.fromkeys(tail, segment.number))
+                self._count(replica, matched, len(tail))
             else:
-                segment = _add_segment(replica, segment, array("Q", tail), matched)
-                if not matched:
-                    self._add_root(slot, tail[0])
-            replica.blocks.update(dict.fromkeys(tail, segment.number))
-            replica.held_bytes += self._schedule.covered_bytes(matched + len(tail)) - self._schedule.offsets[matched]
+                segment = self._add_run(slot, replica, segment, matched, tail)
         last, used, segments = segment, self._clock, replica.segments
         while segment is not None:
             segment.used = used
@@ -301,6 +300,22 @@ class PrefixIndex:
         if replica.held_bytes > replica.capacity_bytes:
             self._evict(slot, replica)
         return last
+
+    def _add_run(
+        self, slot: int, replica: _Replica, parent: _Segment | None, matched: int, tail: Sequence[int]
+    ) -> _Segment:
+        """Put blocks behind the `matched` first ones as a segment of their own, never used yet and first in order."""
+        segment = _add_segment(replica, parent, array("Q", tail), matched)
+        replica.segments.move_to_end(segment.number, last=False)
+        if not matched:
+            self._add_root(slot, tail[0])
+        replica.blocks.update(dict.fromkeys(tail, segment.number))
+        self._count(replica, matched, len(tail))
+        return segment
+
+    def _count(self, replica: _Replica, matched: int, blocks: int) -> None:
+        """Count blocks behind the `matched` first ones."""
+        replica.held_bytes += self._schedule.covered_bytes(matched + blocks) - self._schedule.offsets[matched]
 
     def _add_root(self, slot: int, block: int) -> None:
         holders = self._roots.get(block)
@@ -395,7 +410,7 @@ def _split(replica: _Replica, segment: _Segment, depth: int) -> _Segment:
     inside = depth - segment.start
     head = _add_segment(replica, parent, segment.hashes[:inside], segment.start)
     head.children = {segment.number}
-    head.published = segment.published
+    head.told, head.shown = segment.told, segment.shown
     if parent is not None and parent.children is not None:
         parent.children.discard(segment.number)
     segment.hashes = segment.hashes[inside:]

@@ -7,15 +7,16 @@ The contract with whoever changes the index
   left this gateway's configuration is no news for others.
 - Slots in `unshared` are not told: every worker hears the truth about them by itself (from KV events, say), and would
   only repeat it.
-- `graft`, `prune` and `clear` are for what others have told, and are not told again.
+- `graft`, `adopt`, `prune` and `clear` are for what others have told, and are not told again.
 
 What is told is a chain of blocks behind a parent, as a log of all workers' changes (`gateway.sharing`). A log is cut
-off at its old end. So each segment remembers where in the log anybody last told of it, in bytes, and
+off at its old end. So each segment remembers where in the log, in bytes, anybody last told its blocks, and that it was
+used; and
 
 - a segment used again after a sixteenth of the log is told again, by the hash of its last block alone: others count it
   as used, too;
-- one whose last telling is in the older half of the log is told again in full, with its parents. Half, so that a
-  parent is there as long as its children.
+- one whose blocks were last told in the older half of the log is told again in full, with all below. Half, so that a
+  parent's blocks are there as long as its children's.
 
 What has not been used for that long is lost to workers that start later, and to nobody else.
 """
@@ -46,7 +47,7 @@ class Log:
     Attributes:
         position: the end.
         recent_from: what was told after this need not be told to be used again.
-        kept_from: what was told after this need not be told again in full.
+        kept_from: blocks told after this need not be told again.
     """
 
     __slots__ = ("_budget_bytes", "kept_from", "position", "recent_from")
@@ -134,8 +135,9 @@ class SharedIndex(PrefixIndex):
         segment = _segment_at(replica, hashes[-1], len(hashes) - 1)
         if segment is not None:
             log = self.logs[slot]
-            recent = segment.published > log.recent_from
-            depth = self._stamp(replica, segment, log, record.matched_blocks)
+            recent = segment.shown > log.recent_from
+            depth = _untold_from(replica, segment, log, record.matched_blocks)
+            _stamp(replica, segment, log, depth)
             if depth < len(hashes) or not recent:
                 if depth:
                     self.journal.extended(slot, depth, hashes[depth - 1], hashes[depth:])
@@ -163,17 +165,6 @@ class SharedIndex(PrefixIndex):
         if self.journal is not None and slot not in self.unshared:
             self.journal.cut(slot, depth, hashes[depth])
 
-    def _stamp(self, replica: _Replica, segment: _Segment | None, log: Log, depth: int) -> int:
-        """Mark a path as told now; return how many blocks before `depth` need not be told again."""
-        position, kept_from = log.position, log.kept_from
-        segments = replica.segments
-        while segment is not None:
-            if segment.published <= kept_from and segment.start < depth:
-                depth = segment.start
-            segment.published = position
-            segment = segments.get(segment.parent)
-        return depth
-
     # -- changes others have told of
 
     def graft(self, slot: int, depth: int, parent: int, tail: "array[int]") -> bool:
@@ -190,32 +181,50 @@ class SharedIndex(PrefixIndex):
         """
         if self._forgotten:
             self.sweep(1)
+        place = self._place(slot, depth, parent, tail)
+        if place is None:
+            return False
+        replica, segment, matched, rest = place
+        self._clock += 1
+        last = self._enter(slot, replica, segment, matched, rest)
+        _stamp(replica, last, self.logs[slot], depth)
+        return True
+
+    def adopt(self, slot: int, depth: int, parent: int, tail: "array[int]") -> bool:
+        """Learn that a replica held blocks long ago: they are the first to be evicted. As `graft` otherwise."""
+        place = self._place(slot, depth, parent, tail)
+        if place is None:
+            return False
+        replica, segment, matched, rest = place
+        if segment is not None and not segment.used:
+            # Split off just now, so last in order: used now, or the order would not be that of use.
+            self._enter(slot, replica, segment, matched, ())
+        if rest:
+            self._add_run(slot, replica, segment, matched, rest)
+            if replica.held_bytes > replica.capacity_bytes:
+                self._evict(slot, replica)
+        return True
+
+    def _place(
+        self, slot: int, depth: int, parent: int, tail: "array[int]"
+    ) -> tuple[_Replica, _Segment | None, int, list[int]] | None:
+        """Where blocks told by others belong: behind which segment, how many are before them, which of them are new."""
         replica = self._replica(slot)
-        blocks = replica.blocks
         hashes = tail.tolist()
         segment: _Segment | None = None
-        known = 0
-        if depth:
-            segment = _segment_at(replica, parent, depth - 1)
-            if segment is None:
-                return False
-        if hashes and hashes[0] in blocks:
-            known = _depth(blocks, hashes)
-            segment = _segment_at(replica, hashes[known - 1], depth + known - 1)
-            if segment is None:
-                return False
+        if depth and (segment := _segment_at(replica, parent, depth - 1)) is None:
+            return None
+        if hashes and hashes[0] in replica.blocks:
+            known = _depth(replica.blocks, hashes)
+            depth += known
+            if (segment := _segment_at(replica, hashes[known - 1], depth - 1)) is None:
+                return None
             hashes = hashes[known:]
-        elif not hashes and not depth:
-            return True
-        matched = depth + known
-        self._clock += 1
-        if segment is not None and matched < segment.start + len(segment.hashes):
-            segment = _split(replica, segment, matched)
-        # All numbers of the path are right only now: the schedule's offsets must reach that far, too.
-        self._schedule.covered_bytes(matched)
-        last = self._enter(slot, replica, segment, matched, hashes)
-        self._stamp(replica, last, self.logs[slot], 0)
-        return True
+        # Offsets must be there for all of the path, whose beginning may never have been a prompt of this worker's.
+        self._schedule.covered_bytes(depth)
+        if segment is not None and depth < segment.start + len(segment.hashes):
+            segment = _split(replica, segment, depth)
+        return replica, segment, depth, hashes
 
     def clear(self, slot: int) -> None:
         """Learn from another worker that a replica has restarted: what it held is gone, what it can hold is not."""
@@ -260,7 +269,7 @@ class SharedIndex(PrefixIndex):
                 segment = segments[number]
                 if segment.used <= since:
                     break
-                segment.published = 0
+                segment.told = 0
                 numbers.append(number)
             numbers.reverse()
         else:
@@ -271,16 +280,36 @@ class SharedIndex(PrefixIndex):
             top = segments.get(number)
             if self._replicas[slot] is not replica:
                 return
-            if top is None or top.published >= begun:
+            if top is None or top.told >= begun:
                 continue
             parts: list[Sequence[int]] = []
             while True:
                 parts.append(top.hashes)
-                top.published = log.position
+                top.told = top.shown = log.position
                 parent = segments.get(top.parent)
-                if parent is None or parent.published >= begun:
+                if parent is None or parent.told >= begun:
                     break
                 top = parent
             tail = [block for part in reversed(parts) for block in part]
             self.journal.extended(slot, top.start, parent.hashes[-1] if parent is not None else 0, tail)
             yield len(tail)
+
+
+def _untold_from(replica: _Replica, segment: _Segment | None, log: Log, depth: int) -> int:
+    """How many blocks of the path before `depth` have been told not long ago."""
+    kept_from, segments = log.kept_from, replica.segments
+    while segment is not None:
+        if segment.told <= kept_from and segment.start < depth:
+            depth = segment.start
+        segment = segments.get(segment.parent)
+    return depth
+
+
+def _stamp(replica: _Replica, segment: _Segment | None, log: Log, depth: int) -> None:
+    """Mark a path as used, and what begins at `depth` or later as told; a part of a segment does not count."""
+    position, segments = log.position, replica.segments
+    while segment is not None:
+        segment.shown = position
+        if segment.start >= depth:
+            segment.told = position
+        segment = segments.get(segment.parent)

@@ -15,10 +15,11 @@ requests since the last one, after the fact; every worker reads all logs, from t
 on. So the snapshot is the feed, there is no moment between the two, and the order of use, which eviction needs, is the
 order of the log. See `messages` for the bytes.
 
-Size: a log keeps two to three times the bytes of what is alive in it (`PrefixShare.budget_bytes`), at most `max_bytes`
-over all shards. What is older than that is cut off by whoever writes, with every entry (MINID); what is still in use
-by then has been told again (`gateway.prefixes.shared`). Ten to thirty bytes per block are alive. Nothing is ever
-changed or looked up, so Redis does no work but append, send and trim. Keys that nobody has written for an hour expire.
+Size: a log keeps about four times the bytes of what is alive in it (`PrefixShare.refresh`), 35 to 45 bytes per block
+where prompts grow by ten blocks at a time, at most `max_bytes` over all shards. What is older is cut off by whoever
+writes, with every entry (MINID); what is still in use by then has been told again (`gateway.prefixes.shared`). Nothing
+is ever changed or looked up, so Redis does no work but append, send and trim. Keys nobody has written for an hour
+expire.
 
 Epochs: entries name the replica's life, in milliseconds of its process start, or of when its restart was noticed. Who
 sees a later one than it knows forgets all it knows of that replica, and entries of an earlier one are ignored: so a

@@ -4,6 +4,7 @@ No I/O and no clock. `gateway.sharing.follower` and `writer` carry the entries.
 """
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,9 @@ ENTRY_OVERHEAD_BYTES = 32
 WAITING_BYTES = 4 << 20
 """What may wait to be written. Beyond that the oldest is dropped, and told again when Redis is back."""
 LEAST_BUDGET_BYTES = 64 << 10
-_BUDGET_RATIO = 2.5
-_SEGMENT_BYTES = 2 * RECORD_BYTES
+_BYTES_PER_BLOCK, _BYTES_PER_SEGMENT = 32, 64
+"""What a log keeps: four times its hashes, twice its records' heads. Blocks in use are told again after half of that,
+so if all of them are in use all the time, half of what is written is new."""
 _MARK_BYTES = 4096
 _SAME_RESTART_MS = 2_000
 _SAME_RESTART_S = 10.0
@@ -60,7 +62,7 @@ _Waiting = tuple[int, int, Record]
 class _Shard:
     """One log."""
 
-    __slots__ = ("loaded", "log", "marks", "retelling", "told_new_epoch", "waiting")
+    __slots__ = ("loaded", "log", "marks", "orphans", "retelling", "told_new_epoch", "waiting")
 
     def __init__(self) -> None:
         self.log = Log(LEAST_BUDGET_BYTES)
@@ -69,6 +71,8 @@ class _Shard:
         """Positions of entries, and their ids: where the log may be cut."""
         self.loaded = False
         self.retelling: Iterator[int] | None = None
+        self.orphans: list[tuple[int, int, int, int, array[int]]] = []
+        """Depth, identity, epoch, block and tail of what was read before its parent, while loading."""
         self.told_new_epoch: set[int] = set()
 
 
@@ -232,14 +236,14 @@ class PrefixShare:
                 for identity, epoch_ms, records in groups_of(entry):
                     known = self._by_identity.get(identity)
                     if known is not None and (only is None or only == identity) and self._lives(known, epoch_ms):
-                        self._take_in(known.slot, records)
+                        self._take_in(known, records)
         except BadEntry:
             self.counts.bad_entries += 1
             return 0
         return writer
 
-    def _take_in(self, slot: int, records: memoryview) -> None:
-        index, counts = self.index, self.counts
+    def _take_in(self, known: _Known, records: memoryview) -> None:
+        index, counts, slot, state = self.index, self.counts, known.slot, self._shards[known.shard]
         if slot in index.unshared:
             return
         for depth, block, tail in records_of(records):
@@ -247,11 +251,29 @@ class PrefixShare:
             if tail is None:
                 index.prune(slot, depth, block)
             elif not index.graft(slot, depth, block, tail):
-                counts.orphans += 1
+                if not state.loaded and tail:
+                    state.orphans.append((depth, known.identity, known.epoch_ms, block, tail))
+                else:
+                    counts.orphans += 1
 
-    def loaded(self, shard: int) -> None:
-        """A log has been read to its end."""
-        self._shards[shard].loaded = True
+    def loaded(self, shard: int) -> Iterator[None]:
+        """A log has been read to its end: find the parents of what had none when it was read.
+
+        The log begins where it was cut off. A parent that was told before that, and again after its children, is there
+        now.
+
+        Yields:
+            After each: a place to pause.
+        """
+        state = self._shards[shard]
+        state.loaded = True
+        orphans, state.orphans = state.orphans, []
+        orphans.sort(key=lambda orphan: orphan[0])
+        for depth, identity, epoch_ms, block, tail in orphans:
+            known = self._by_identity.get(identity)
+            if known is None or known.epoch_ms != epoch_ms or not self.index.adopt(known.slot, depth, block, tail):
+                self.counts.orphans += 1
+            yield
 
     def is_loaded(self, shard: int) -> bool:
         """Whether a log has been read to its end once."""
@@ -348,16 +370,16 @@ class PrefixShare:
             now_s: monotonic seconds.
         """
         self._now_s = now_s
-        alive = [0] * len(self._shards)
+        wanted = [LEAST_BUDGET_BYTES] * len(self._shards)
         index = self.index
         for known in self._by_identity.values():
             start_s = known.replica.kv.process_start_s
             if start_s is not None and int(start_s * 1000) > known.epoch_ms:
                 self._begin(known, int(start_s * 1000))
-            alive[known.shard] += 8 * index.blocks(known.slot) + _SEGMENT_BYTES * index.segments(known.slot)
-        for shard, bytes_alive in zip(self._shards, alive, strict=True):
-            wanted = int(_BUDGET_RATIO * bytes_alive) + LEAST_BUDGET_BYTES
-            shard.log.resize(min(wanted, self._most_bytes))
+            wanted[known.shard] += _BYTES_PER_BLOCK * index.blocks(known.slot)
+            wanted[known.shard] += _BYTES_PER_SEGMENT * index.segments(known.slot)
+        for shard, budget_bytes in zip(self._shards, wanted, strict=True):
+            shard.log.resize(min(budget_bytes, self._most_bytes))
 
     # -- the fleet
 

@@ -237,7 +237,7 @@ class Sharing:
         while True:
             for key in [key for key in loading if _order(positions[key]) >= _order(ends[key])]:
                 loading.discard(key)
-                self._loaded(key)
+                await self._loaded(key)
             if self._reread:
                 await self._read_again(client, keys)
             streams = {key: positions[key] for key in keys}
@@ -291,10 +291,14 @@ class Sharing:
                 await asyncio.sleep(0)
                 begun_s = self._clock()
 
-    def _loaded(self, key: str) -> None:
-        if key == self._keys.load:
+    async def _loaded(self, key: str) -> None:
+        if key == self._keys.load or self.prefixes.is_loaded(self._keys.logs.index(key)):
             return
-        self.prefixes.loaded(self._keys.logs.index(key))
+        begun_s = self._clock()
+        for _ in self.prefixes.loaded(self._keys.logs.index(key)):
+            if self._clock() - begun_s > _SLICE_S:
+                await asyncio.sleep(0)
+                begun_s = self._clock()
         if self.loaded_s is None and all(self.prefixes.is_loaded(shard) for shard in range(len(self._keys.logs))):
             self.loaded_s = self._clock() - self._started_s
             logger.info("the shared prefix map is loaded, after %.1f s", self.loaded_s)
