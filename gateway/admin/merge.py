@@ -6,13 +6,17 @@ unless `ACROSS_WORKERS` says otherwise: three workers with five requests each ar
 replica seen up by three workers is one replica.
 """
 
+import asyncio
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
+_STRETCH_S = 0.002
 _ADDED = frozenset({"counter", "histogram", "summary"})
 
 
@@ -63,6 +67,35 @@ def page(families: Iterable[Metric]) -> Page:
         ]
         for family in families
     ]
+
+
+async def gathered(families: Iterable[Metric], take: Callable[[Page], None]) -> None:
+    """Collect families without keeping the event loop from others for more than a few milliseconds.
+
+    Args:
+        families: an iterator that makes them one by one.
+        take: called with a page whenever it is time for a pause, and at the end.
+    """
+    found: list[Metric] = []
+    until_s = time.monotonic() + _STRETCH_S
+    for family in families:
+        found.append(family)
+        if time.monotonic() >= until_s:
+            take(page(found))
+            found = []
+            await asyncio.sleep(0)
+            until_s = time.monotonic() + _STRETCH_S
+    take(page(found))
+
+
+def rendered(families: list[Metric]) -> bytes:
+    """Return families as the text of a metrics page."""
+
+    class Once:
+        def collect(self) -> list[Metric]:
+            return families
+
+    return generate_latest(Once())
 
 
 class _Family:

@@ -1,15 +1,31 @@
-"""The Prometheus page, made from the plain counters of the data plane when it is asked for."""
+"""The Prometheus page, made from the plain counters of the data plane when it is asked for.
+
+A thousand replicas are a hundred thousand lines, and requests must not wait until all are made: so the families come in
+pieces, of some replicas each, which `gateway.admin.merge` puts together.
+"""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.proxy.plane import DataPlane
-from gateway.proxy.tally import Histogram
+from gateway.proxy.tally import Histogram, Series
 from gateway.replicas.ejection import Ejector
+from gateway.replicas.replica import Replica
 from gateway.version import VERSION
+
+REPLICAS_AT_ONCE = 8
+"""Replicas of a piece: about four milliseconds."""
+T = TypeVar("T")
+
+
+def _batches(items: Sequence[T], at_once: int) -> Iterator[Sequence[T]]:
+    """Yield parts of a sequence; of an empty one, an empty part."""
+    for start in range(0, len(items) or 1, at_once):
+        yield items[start : start + at_once]
 
 
 def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
@@ -55,13 +71,27 @@ class GatewayCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
+        return self.pieces(len(self._plane.router.fleet.replicas) + len(self._plane.tally.series) + 1)
+
+    def pieces(self, at_once: int = REPLICAS_AT_ONCE) -> Iterator[Metric]:
+        """Yield the metric families, those about replicas again and again, with some replicas each.
+
+        Args:
+            at_once: replicas of a piece.
+        """
         yield from self._requests()
         yield from self._slo()
-        yield from self._series()
         yield from self._connections()
-        yield from self._replicas()
-        yield from self._promises()
-        yield from self._prediction()
+        yield from self._classes()
+        for series in _batches(list(self._plane.tally.series.items()), at_once):
+            yield from self._series(series)
+        fleet = self._plane.router.fleet
+        for batch in _batches(list(fleet.replicas.values()), at_once):
+            # Replicas may leave between two pieces.
+            replicas = [replica for replica in batch if fleet.has(replica)]
+            yield from self._replicas(replicas)
+            yield from self._promises(replicas)
+            yield from self._prediction(replicas)
 
     def _requests(self) -> Iterator[Metric]:
         tally = self._plane.tally
@@ -123,7 +153,7 @@ class GatewayCollector(Collector):
             results.add_metric(list(labels), number)
         yield from (requests, refused, results)
 
-    def _series(self) -> Iterator[Metric]:
+    def _series(self, items: Sequence[tuple[tuple[str, str], Series]]) -> Iterator[Metric]:
         labels = ["replica", "policy"]
         ttft = HistogramMetricFamily(
             "warmgate_ttft_seconds", "Time to first token of streams, from the request's head.", labels=labels
@@ -147,7 +177,7 @@ class GatewayCollector(Collector):
         actual = CounterMetricFamily(
             "warmgate_actual_cached_tokens", "Cached tokens the engines reported for the same requests.", labels=labels
         )
-        for key, series in self._plane.tally.series.items():
+        for key, series in items:
             names = list(key)
             _add(ttft, names, series.ttft_s)
             _add(predicted, names, series.predicted_ttft_s)
@@ -177,7 +207,7 @@ class GatewayCollector(Collector):
             "warmgate_log_lines_dropped", "Request log lines lost to a slow reader.", value=plane.log_lines_dropped
         )
 
-    def _replicas(self) -> Iterator[Metric]:
+    def _replicas(self, replicas: Sequence[Replica]) -> Iterator[Metric]:
         labels = ["replica"]
         router = self._plane.router
         ledger = router.ledger
@@ -210,7 +240,7 @@ class GatewayCollector(Collector):
         breaker = GaugeMetricFamily(
             "warmgate_replica_breaker", "1 for the breaker's state.", labels=["replica", "state"]
         )
-        for replica in router.fleet.replicas.values():
+        for replica in replicas:
             slot, name = replica.slot, [replica.name]
             columns["up"].add_metric(name, replica.up)
             columns["routable"].add_metric(name, replica.routable)
@@ -229,7 +259,7 @@ class GatewayCollector(Collector):
         yield from columns.values()
         yield breaker
 
-    def _promises(self) -> Iterator[Metric]:
+    def _promises(self, replicas: Sequence[Replica]) -> Iterator[Metric]:
         """What engines' counts of cached tokens said about the prefix map, see `gateway.prefixes.feedback`."""
         router = self._plane.router
         feedback = router.feedback
@@ -246,7 +276,7 @@ class GatewayCollector(Collector):
             "Share of the replica's KV memory that the map may fill; broken promises lower it.",
             labels=["replica"],
         )
-        for replica in router.fleet.replicas.values():
+        for replica in replicas:
             slot = replica.slot
             for result, number in zip(("kept", "broken", "unjudged"), feedback.promises(slot), strict=True):
                 results.add_metric([replica.name, result], number)
@@ -256,7 +286,7 @@ class GatewayCollector(Collector):
             capacity_ratio.add_metric([replica.name], feedback.capacity_share(slot))
         yield from (results, kept_ratio, capacity_ratio)
 
-    def _prediction(self) -> Iterator[Metric]:
+    def _prediction(self, replicas: Sequence[Replica]) -> Iterator[Metric]:
         router = self._plane.router
         predictor = router.predictor
         errors = GaugeMetricFamily(
@@ -267,7 +297,7 @@ class GatewayCollector(Collector):
         bias = GaugeMetricFamily(
             "warmgate_ttft_prediction_bias", "Mean signed relative error of the last predictions.", labels=["replica"]
         )
-        for replica in router.fleet.replicas.values():
+        for replica in replicas:
             recent = predictor.errors[replica.slot]
             for quantile, label in ((0.5, "0.5"), (0.9, "0.9")):
                 value = recent.absolute_quantile(quantile)
@@ -276,6 +306,10 @@ class GatewayCollector(Collector):
             mean = recent.bias()
             if mean is not None:
                 bias.add_metric([replica.name], mean)
+        yield from (errors, bias)
+
+    def _classes(self) -> Iterator[Metric]:
+        predictor = self._plane.router.predictor
         factor = GaugeMetricFamily(
             "warmgate_ttft_calibration_factor", "Observed seconds per predicted second of work.", labels=["class"]
         )
@@ -295,4 +329,4 @@ class GatewayCollector(Collector):
                 value = calibration.errors.absolute_quantile(quantile)
                 if value is not None:
                     class_error.add_metric([name, label], value)
-        yield from (errors, bias, factor, constant, class_error)
+        yield from (factor, constant, class_error)

@@ -1,5 +1,6 @@
 """What the admin port shows: the questions it asks, and the answers of a gateway that is one process."""
 
+import asyncio
 import os
 import resource
 import sys
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import generate_latest
 
+from gateway.admin.merge import Merged, Page, gathered, rendered
 from gateway.admin.metrics import GatewayCollector, WorkerCollector
 from gateway.proxy.plane import DataPlane
 from gateway.replicas.ejection import Ejector
@@ -60,16 +61,22 @@ class GatewayView:
         self._worker = worker
         self._started_s = time.monotonic()
         self._registry = process_registry()
-        self._registry.register(GatewayCollector(plane, ejector))
         self._registry.register(WorkerCollector(worker, plane, resident_bytes))
+        self._collector = GatewayCollector(plane, ejector)
 
     async def metrics(self) -> bytes:
         """Return the page of /metrics."""
-        return generate_latest(self._registry)
+        pages: list[Page] = []
+        await gathered(self.families(), pages.append)
+        found = [family for page in pages for family in page]
+        if len(pages) == 1:
+            return rendered(Merged().of([found]))
+        return await asyncio.to_thread(lambda: rendered(Merged().of([found])))
 
     def families(self) -> Iterator[Metric]:
-        """Yield the metrics, for a process that adds up those of several."""
-        return iter(self._registry.collect())
+        """Yield the metrics in pieces, see `gateway.admin.metrics`."""
+        yield from self._registry.collect()
+        yield from self._collector.pieces()
 
     def readiness(self) -> str:
         """Return `ready`, or why not."""

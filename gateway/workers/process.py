@@ -55,6 +55,7 @@ class WorkerProcess:
         self.pid = process.pid
         self.state = State.STARTING
         self.page: Page = []
+        self._parts: Page = []
         self.lane: Lane | None = None
         self.connections = connections
         self._process = process
@@ -174,8 +175,12 @@ class WorkerProcess:
                 self._became(State.SERVING)
             elif said == "leaving":
                 self._became(State.LEAVING)
-            elif said == "last":
-                self.page = message["page"]
+            elif said == "page":
+                if message["part"] == 0:
+                    self._parts = []
+                self._parts += message["page"]
+                if message["ends"]:
+                    self.page, self._parts = self._parts, []
             else:
                 self._answered(message)
         for answer in self._asked.values():

@@ -6,10 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 
-from gateway.admin.merge import Merged, Page, page
+from gateway.admin.merge import Merged, page, rendered
 from gateway.admin.view import process_registry, resident_bytes
 from gateway.workers.process import NoAnswer, State, WorkerProcess
 
@@ -83,8 +82,8 @@ class WorkersView:
         await self._fetch()
         pages = [worker.page for worker in self._workers.running]
         pages.append(page([*self._registry.collect(), *self._own()]))
-        # A thousand replicas are a hundred thousand lines; connections are accepted meanwhile.
-        return await asyncio.to_thread(self._render, pages)
+        # Connections are accepted meanwhile.
+        return await asyncio.to_thread(lambda: rendered(self._merged.of(pages)))
 
     def readiness(self) -> str:
         """Return `ready`, or why not."""
@@ -110,15 +109,6 @@ class WorkersView:
 
     # -- inside
 
-    def _render(self, pages: list[Page]) -> bytes:
-        families = self._merged.of(pages)
-
-        class Once:
-            def collect(self) -> list[Metric]:
-                return families
-
-        return generate_latest(Once())
-
     def _own(self) -> list[Metric]:
         serving = sum(worker.serving for worker in self._workers.running)
         restarts = CounterMetricFamily(
@@ -141,10 +131,6 @@ class WorkersView:
         async with self._fetching:
             asked = [worker for worker in self._workers.running if worker.state is not State.STARTING]
             answers = dict(await self._ask("metrics"))
-            for worker, metrics in answers.items():
-                # One that has gone meanwhile is counted already.
-                if worker.state is not State.GONE:
-                    worker.page = metrics
             return [worker for worker in asked if worker not in answers and worker.state is not State.GONE]
 
     async def _ask(self, what: str) -> list[tuple[WorkerProcess, Any]]:

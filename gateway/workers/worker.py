@@ -5,10 +5,11 @@ What the supervisor says, and what comes back
     do: start    config, facts            is: serving
     do: facts    facts                    -
     do: reload   config                   answer, or refused
-    do: metrics, replicas, state          answer
+    do: metrics  -                        is: page, in parts from number 0 to one that `ends` it; then answer
+    do: replicas, state                   answer
     do: active   replica                  answer: whether its answers have flowed lately
     do: leave    -                        -          no connection is kept alive any more
-    do: stop     -                        is: last, with the metrics, when all requests have ended or been cut
+    do: stop     -                        is: page, when all requests have ended or been cut
     do: stop_now -                        the same at once
 
 SIGTERM asks the supervisor (is: leaving) to let this worker go; another takes its place. SIGINT and SIGHUP go to whole
@@ -17,6 +18,7 @@ process groups, so they are left to the supervisor.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import socket
@@ -25,7 +27,7 @@ from typing import Any
 
 import uvloop
 
-from gateway.admin.merge import page
+from gateway.admin.merge import Page, gathered
 from gateway.app import Gateway
 from gateway.config import Config
 from gateway.process import configure_logging, raise_descriptor_limit, settle_garbage_collector
@@ -83,7 +85,7 @@ class Worker:
             await self._gateway.close()
         elif orders.exception() is not None:
             logger.error("the worker has failed", exc_info=orders.exception())
-        self._channel.send({"is": "last", "page": page(self._gateway.view.families())})
+        await self._send_page()
         await self._channel.flush(_FLUSH_S)
 
     async def _orders(self) -> None:
@@ -135,12 +137,8 @@ class Worker:
             await gateway.reload(Config.model_validate(order["config"]))
             return True
         if what == "metrics":
-            families = []
-            for family in gateway.view.families():
-                families.append(family)
-                # With a thousand replicas this takes long, and requests must not wait for it.
-                await asyncio.sleep(0)
-            return page(families)
+            await self._send_page()
+            return True
         if what == "replicas":
             return gateway.view.replicas_now()
         if what == "state":
@@ -149,6 +147,15 @@ class Worker:
             replica = gateway.fleet.replicas.get(order["replica"])
             return replica is not None and gateway.plane.replica_active(replica.slot)
         raise ValueError(f"unknown order {what}")
+
+    async def _send_page(self) -> None:
+        parts = itertools.count()
+
+        def send(page: Page, *, ends: bool = False) -> None:
+            self._channel.send({"is": "page", "part": next(parts), "page": page, "ends": ends})
+
+        await gathered(self._gateway.view.families(), send)
+        send([], ends=True)
 
     def _stop(self) -> None:
         if self._stopping is None:

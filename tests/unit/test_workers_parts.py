@@ -1,19 +1,25 @@
 """The parts of several workers behind one port: settings, facts, channel, handover, the end of patience."""
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
+from click.testing import CliRunner, Result
 from support.waiting import eventually
 
+from gateway.cli import main
 from gateway.config import Config
 from gateway.proxy.handed import REPORT, HandedConnections
 from gateway.proxy.listener import Arrivals, bind
 from gateway.replicas.metrics_page import ScrapedState
 from gateway.replicas.registry import Change, Fleet
 from gateway.replicas.spec import ReplicaSpec
+from gateway.workers import redis_server
 from gateway.workers import supervisor as supervisor_module
 from gateway.workers.channel import Channel, frame
 from gateway.workers.facts import Fact, ReportingFleet, apply, snapshot
@@ -40,7 +46,11 @@ def test_a_replica_keeps_its_name_and_a_name_is_not_given_twice() -> None:
     a, b, c = {"url": "http://a"}, {"url": "http://b/v1"}, {"url": "http://c"}
     assert names(given.fill(config(a, b))) == ["replica-1", "replica-2"]
     assert names(given.fill(config({"url": "http://b:80/"}, c))) == ["replica-2", "replica-3"]
-    assert names(given.fill(config(c, {"url": "http://d", "name": "replica-4"}, b))) == ["replica-3", "replica-4", "replica-2"]
+    assert names(given.fill(config(c, {"url": "http://d", "name": "replica-4"}, b))) == [
+        "replica-3",
+        "replica-4",
+        "replica-2",
+    ]
     d = {"url": "http://d", "name": "replica-4"}
     assert names(given.fill(config(c, d, a))) == ["replica-3", "replica-4", "replica-5"]
 
@@ -116,8 +126,6 @@ def test_a_fleet_that_is_told_comes_to_the_same_state() -> None:
 
 
 def over_the_wire(facts: list[Fact]) -> list[Fact]:
-    import orjson
-
     sent: list[Fact] = orjson.loads(frame({"facts": facts})[4:])["facts"]
     return sent
 
@@ -337,6 +345,33 @@ async def test_it_gives_up_when_workers_keep_dying(
     assert not supervisor._handover.listening
     await supervisor.stop()
     assert len(starts) <= 12
+
+
+# -- the command line
+
+
+def checked(tmp_path: Path, document: dict[str, Any]) -> Result:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(json.dumps({"replicas": [{"url": "http://127.0.0.1:9"}], **document}))
+    return CliRunner().invoke(main, ["check", "-c", str(path)])
+
+
+def test_several_workers_are_a_valid_configuration_with_redis_or_a_server_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(redis_server, "_WHEELS", {})
+    without = checked(tmp_path, {"listen": {"workers": 4}})
+    assert without.exit_code == 2
+    assert "give its URL" in without.output
+    assert checked(tmp_path, {"listen": {"workers": 4}, "redis": "redis://127.0.0.1:9"}).exit_code == 0
+    assert checked(tmp_path, {"listen": {"workers": 1}}).exit_code == 0
+
+    server = tmp_path / "valkey-server"
+    server.write_text("")
+    server.chmod(0o700)
+    assert checked(tmp_path, {"listen": {"workers": 4}}).exit_code == 0
+    assert redis_server.find_server() == server
 
 
 # -- view
