@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pydantic import SecretStr
 
 from gateway.admin.server import AdminServer
+from gateway.admin.sharing_metrics import SharingCollector
 from gateway.admin.view import GatewayView
 from gateway.config import Config, ModelSlo, RedisSection, ReplicaConfig
 from gateway.estimator.hardware import hardware
@@ -268,6 +269,8 @@ class Gateway:
         )
         key = config.admin.key
         self.view = GatewayView(self.plane, self._ejector, worker)
+        if self.sharing is not None:
+            self.view.register(SharingCollector(self.sharing))
         self._admin = AdminServer(
             self.view,
             key=key.get_secret_value() if key is not None else None,

@@ -34,6 +34,10 @@ ACROSS_WORKERS: dict[str, Callable[[Sequence[float]], float]] = {
     "python_info": max,
     "process_max_fds": max,
     "process_start_time_seconds": min,
+    # As bad as the worst of them.
+    "warmgate_redis_up": min,
+    "warmgate_redis_lag_seconds": max,
+    "warmgate_redis_workers": max,
     # Copies of one map.
     "warmgate_prefix_map_blocks": max,
     "warmgate_prefix_map_bytes": max,

@@ -244,10 +244,11 @@ class GatewayCollector(Collector):
             slot, name = replica.slot, [replica.name]
             columns["up"].add_metric(name, replica.up)
             columns["routable"].add_metric(name, replica.routable)
-            columns["in_flight"].add_metric(name, ledger.in_flight[slot])
-            columns["decodes"].add_metric(name, ledger.decodes[slot])
-            columns["prefill"].add_metric(name, ledger.prefill_tokens[slot])
-            columns["kv"].add_metric(name, ledger.kv_tokens[slot])
+            own = ledger.own(slot)  # others tell theirs themselves
+            columns["in_flight"].add_metric(name, own.in_flight)
+            columns["decodes"].add_metric(name, own.decodes)
+            columns["prefill"].add_metric(name, own.prefill_tokens)
+            columns["kv"].add_metric(name, own.kv_tokens)
             columns["blocks"].add_metric(name, router.index.blocks(slot))
             columns["bytes"].add_metric(name, router.index.held_bytes(slot))
             columns["idle"].add_metric(name, self._plane.pool(replica).idle_count)

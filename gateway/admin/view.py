@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector
+from prometheus_client.registry import Collector
 
 from gateway.admin.merge import Merged, Page, gathered, rendered
 from gateway.admin.metrics import GatewayCollector, WorkerCollector
@@ -64,6 +65,10 @@ class GatewayView:
         self._registry.register(WorkerCollector(worker, plane, resident_bytes))
         self._collector = GatewayCollector(plane, ejector)
 
+    def register(self, collector: Collector) -> None:
+        """Add to the page of /metrics."""
+        self._registry.register(collector)
+
     async def metrics(self) -> bytes:
         """Return the page of /metrics."""
         pages: list[Page] = []
@@ -98,7 +103,7 @@ class GatewayView:
         replicas = []
         for replica in router.fleet.replicas.values():
             slot = replica.slot
-            errors = predictor.errors[slot]
+            errors, own = predictor.errors[slot], ledger.own(slot)
             replicas.append(
                 {
                     "name": replica.name,
@@ -110,10 +115,10 @@ class GatewayView:
                     "draining": replica.draining,
                     "breaker": self._ejector.state(replica),
                     "epoch": replica.epoch,
-                    "in_flight": ledger.in_flight[slot],
-                    "decodes": ledger.decodes[slot],
-                    "prefill_tokens": ledger.prefill_tokens[slot],
-                    "kv_tokens": ledger.kv_tokens[slot],
+                    "in_flight": own.in_flight,
+                    "decodes": own.decodes,
+                    "prefill_tokens": own.prefill_tokens,
+                    "kv_tokens": own.kv_tokens,
                     "kv_capacity_tokens": replica.kv.kv_capacity_tokens,
                     "prefix_map_blocks": router.index.blocks(slot),
                     "ttft_prediction": {

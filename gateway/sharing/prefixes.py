@@ -323,7 +323,8 @@ class PrefixShare:
         """Whether an entry is about the replica's present life; it may be the first to tell of that."""
         if epoch_ms > known.epoch_ms:
             self._begin(known, epoch_ms)
-        return not epoch_ms or epoch_ms == known.epoch_ms
+        # Workers that notice a restart at the same moment, without a process start, give it two times.
+        return not epoch_ms or epoch_ms >= known.epoch_ms - _SAME_RESTART_MS
 
     def _begin(self, known: _Known, epoch_ms: int) -> None:
         if known.epoch_ms and epoch_ms > known.epoch_ms + _SAME_RESTART_MS:

@@ -63,7 +63,7 @@ class Sharing:
         up: whether the last exchange with Redis was good.
         loaded_s: seconds from the start until the whole map had been read; None before.
         errors: rounds that ended with a fault, and refused writes.
-        lags_s: seconds from a change here to its coming back through the log, of the last entries.
+        lags_s: seconds from the writing of an entry to its coming back through the log, of the last entries.
         longest_slice_s: longest time the event loop was kept by reading.
     """
 
