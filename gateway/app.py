@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from pydantic import SecretStr
 
+from gateway.admin.exact_map_metrics import ExactMapCollector
 from gateway.admin.server import AdminServer
 from gateway.admin.sharing_metrics import SharingCollector
 from gateway.admin.view import GatewayView
@@ -288,6 +289,7 @@ class Gateway:
         self.exact: ExactMap | None = None
         if config.kv_events.enabled:
             self.exact = ExactMap(config, self.fleet, self._probes, self.plane)
+            self.view.register(ExactMapCollector(self.exact.events, self.exact.pool))
         self._client_tls = client_tls(config)
         self.port = 0
         self.admin_port = 0

@@ -41,6 +41,12 @@ ACROSS_WORKERS: dict[str, Callable[[Sequence[float]], float]] = {
     # Copies of one map.
     "warmgate_prefix_map_blocks": max,
     "warmgate_prefix_map_bytes": max,
+    # Each worker follows the engines itself, and all hear the same.
+    "warmgate_kv_events_blocks": max,
+    "warmgate_kv_events_lag_seconds": max,
+    "warmgate_kv_events_last_event_age_seconds": max,
+    "warmgate_kv_events_live": _mean,
+    "warmgate_kv_events_complete": _mean,
     # Each worker has its own breakers: the share of workers.
     "warmgate_replica_routable": _mean,
     "warmgate_replica_breaker": _mean,

@@ -51,6 +51,7 @@ class Stream:
         phase: see `Phase`.
         messages, events, gaps, replays, clears, restarts, duplicates, bad_messages, bad_events: counters.
         last_sent_s: timestamp of the last batch applied, by the engine's clock; None before the first.
+        lag_s: from the timestamp of the last live batch to when it was heard; set by whoever has a clock.
     """
 
     __slots__ = (
@@ -73,6 +74,7 @@ class Stream:
         "duplicates",
         "events",
         "gaps",
+        "lag_s",
         "last_sent_s",
         "messages",
         "phase",
@@ -92,6 +94,7 @@ class Stream:
         self.messages = self.events = self.gaps = self.replays = self.clears = 0
         self.restarts = self.duplicates = self.bad_messages = self.bad_events = 0
         self.last_sent_s: float | None = None
+        self.lag_s: float | None = None
         self._can_replay = can_replay
         self._next: int | None = None
         self._last_live = -1

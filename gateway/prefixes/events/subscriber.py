@@ -61,6 +61,8 @@ class _Line:
         self.settle()
 
     def heard(self, sequence: int, batch: Batch | None) -> None:
+        if batch is not None:
+            self.stream.lag_s = time.time() - batch.sent_s
         self.stream.live_message(sequence, batch)
         self.settle()
 
