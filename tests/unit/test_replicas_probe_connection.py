@@ -170,6 +170,29 @@ async def test_the_deadline_ends_the_request_and_the_connection() -> None:
     assert link.transport.ended == "aborted"
 
 
+async def test_the_deadline_of_a_request_that_was_answered_means_nothing_to_the_next() -> None:
+    link = Link()
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + 0.02
+    first = asyncio.create_task(link.connection.get(REQUEST, deadline_s, LIMIT_BYTES))
+    await asyncio.sleep(0)
+    link.connection.data_received(PLAIN)
+    await first
+    second = await link.ask()
+    passed = asyncio.Event()
+    loop.call_at(deadline_s, passed.set)
+    await passed.wait()
+    link.connection.data_received(PLAIN)
+    assert await second == b"hello"
+
+
+async def test_how_one_body_is_delimited_means_nothing_to_the_next() -> None:
+    for first in (PLAIN, CHUNKED):
+        link = Link()
+        await link.exchange(first)
+        assert await link.exchange(UNTIL_CLOSE, ends=True) == b"hello"
+
+
 @pytest.mark.parametrize("answered", [False, True])
 async def test_a_cancelled_request_closes_the_connection(answered: bool) -> None:
     link = Link()
