@@ -268,6 +268,7 @@ class Gateway:
             replica_tls=tls,
             asks_usage=prefixes.ask_usage,
         )
+        ledger.on_room = self.plane.queue.room_may_be
         key = config.admin.key
         self.view = GatewayView(self.plane, self._ejector, worker)
         if self.sharing is not None:

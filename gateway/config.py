@@ -63,7 +63,7 @@ class Listen(_Section):
     workers: int = Field(1, ge=1, le=256)
     """Worker processes behind the port, each with an event loop of its own. With more than one, `redis` holds what they
     share; without a URL a redis-server of this machine is started for them. What `limits.max_connections`,
-    `queue.max_requests`, `retries.budget_min_per_s` and the replicas' `max_in_flight` allow is divided among them."""
+    `queue.max_requests` and `retries.budget_min_per_s` allow is divided among them."""
     tls: TlsServer | None = None
 
 
@@ -104,7 +104,8 @@ class ReplicaConfig(_Section):
     api_key: SecretStr | None = None
     """The replica's own key, for `auth.upstream: replace` and for probes."""
     max_in_flight: int | None = Field(None, ge=1)
-    """Requests it may have at once; what is more goes elsewhere, waits in the `queue`, or gets a 429."""
+    """Requests it may have at once; what is more goes elsewhere, waits in the `queue`, or gets a 429. Workers and
+    gateways that share a `redis` keep to it together, but for what they admit in the same few tens of milliseconds."""
 
 
 class Routing(_Section):

@@ -18,7 +18,7 @@ Theory of operation
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 _WAITING, _DECODING, _FINISHED = 0, 1, 2
@@ -134,12 +134,15 @@ class LoadLedger:
         "in_flight",
         "kv_own_tokens",
         "kv_tokens",
+        "on_room",
         "prefill_tokens",
         "prefill_work_s",
         "step_seen_s",
     )
 
     def __init__(self) -> None:
+        self.on_room: Callable[[], None] | None = None
+        """Called when others have less in flight than before: requests may wait for that."""
         self.in_flight: list[int] = []
         """Requests sent and not ended."""
         self.prefill_tokens: list[float] = []
@@ -210,7 +213,7 @@ class LoadLedger:
             slot: the replica's slot, opened before.
             load: theirs; takes the place of what was said before.
         """
-        own = self.own(slot)
+        own, before = self.own(slot), self._others[slot]
         self._others[slot] = load
         self.in_flight[slot] = own.in_flight + load.in_flight
         self.decodes[slot] = own.decodes + load.decodes
@@ -219,6 +222,8 @@ class LoadLedger:
         self.context_tokens[slot] = own.context_tokens + load.context_tokens
         self.kv_tokens[slot] = own.kv_tokens + load.kv_tokens
         self.kv_own_tokens[slot] = own.kv_own_tokens + load.kv_own_tokens
+        if load.in_flight < before.in_flight and self.on_room is not None:
+            self.on_room()
 
     def own(self, slot: int) -> Load:
         """Return what this worker itself has outstanding on a slot's replica."""

@@ -46,7 +46,9 @@ class ReplicaNames:
 
 
 def worker_config(config: Config, number: int, workers: int) -> Config:
-    """Return what one worker is to do.
+    """Return what one worker is to do: limits that each worker keeps by itself are divided.
+
+    `max_in_flight` is not, because a worker compares it with what all have sent.
 
     Args:
         config: of the whole gateway.
@@ -54,12 +56,6 @@ def worker_config(config: Config, number: int, workers: int) -> Config:
         workers: how many there are.
     """
     limits, queue, retries, routing = config.limits, config.queue, config.retries, config.routing
-    replicas = tuple(
-        replica
-        if replica.max_in_flight is None
-        else replica.model_copy(update={"max_in_flight": _share(replica.max_in_flight, number + place, workers)})
-        for place, replica in enumerate(config.replicas)
-    )
     return config.model_copy(
         update={
             "limits": limits.model_copy(update={"max_connections": -(-limits.max_connections // workers)}),
@@ -67,14 +63,8 @@ def worker_config(config: Config, number: int, workers: int) -> Config:
             "retries": retries.model_copy(update={"budget_min_per_s": retries.budget_min_per_s / workers}),
             # Workers that draw the same numbers would all choose the same replica at the same time.
             "routing": routing.model_copy(update={"seed": routing.seed + number - 1}),
-            "replicas": replicas,
         }
     )
-
-
-def _share(total: int, turn: int, workers: int) -> int:
-    """Return a worker's part of a limit; at least one, or it could not use the replica at all."""
-    return max(total // workers + (turn % workers < total % workers), 1)
 
 
 def document(config: Config) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from gateway.replicas.load import LoadLedger, Ticket
+from gateway.replicas.load import Load, LoadLedger, Ticket
 
 SLOTS = 3
 
@@ -260,3 +260,13 @@ def test_no_dust_is_left_in_whatever_order_floats_are_released(amounts: list[flo
     for ticket in tickets:
         ticket.finish()
     assert columns(load, 0) == EMPTY
+
+
+def test_less_in_flight_elsewhere_is_announced() -> None:
+    load, announced = ledger(), []
+    load.on_room = lambda: announced.append(load.in_flight[0])
+    load.start(0, 0.0, 10, 0.1, 10, 0)
+    for others in (2, 2, 1, 3, 0):
+        load.set_others(0, Load(in_flight=others))
+    assert announced == [2, 1], "as it is by then, the own request included"
+    assert load.own(0).in_flight == 1

@@ -59,16 +59,12 @@ def test_a_replica_keeps_its_name_and_a_name_is_not_given_twice() -> None:
 def test_limits_are_divided_and_nobody_is_left_without(workers: int) -> None:
     whole = config(
         {"url": "http://a", "max_in_flight": 20},
-        {"url": "http://b", "max_in_flight": 1},
-        {"url": "http://c"},
         limits={"max_connections": 100},
         queue={"max_requests": 10},
         retries={"budget_min_per_s": 10},
     )
     parts = [worker_config(whole, number, workers) for number in range(1, workers + 1)]
-    assert sum(part.replicas[0].max_in_flight or 0 for part in parts) == 20
-    assert all(part.replicas[1].max_in_flight == 1 for part in parts)
-    assert all(part.replicas[2].max_in_flight is None for part in parts)
+    assert [part.replicas for part in parts] == [whole.replicas] * workers
     assert 100 <= sum(part.limits.max_connections for part in parts) < 100 + workers
     assert 10 <= sum(part.queue.max_requests for part in parts) < 10 + workers
     assert sum(part.retries.budget_min_per_s for part in parts) == pytest.approx(10)
