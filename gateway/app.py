@@ -375,6 +375,7 @@ class Gateway:
         plane.queue.max_requests = config.queue.max_requests
         plane.routes = Routes(config.paths.extra, config.paths.blocked)
         plane.use_replica_tls(tls)
+        self._probes.use_tls(tls)
         logging.getLogger().setLevel(config.logging.level.upper())
         self._admin.use_config(config.model_dump(mode="json"))
         for name in sections_that_wait(old, config):
@@ -415,5 +416,6 @@ def summary(config: Config) -> Mapping[str, object]:
         "replicas": len(config.replicas),
         "policy": config.routing.policy,
         "listen": f"{config.listen.host}:{config.listen.port}",
+        "workers": config.listen.workers,
         "admin": f"{config.admin.host}:{config.admin.port}",
     }

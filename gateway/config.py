@@ -107,6 +107,14 @@ class ReplicaConfig(_Section):
     """Requests it may have at once; what is more goes elsewhere, waits in the `queue`, or gets a 429. Workers and
     gateways that share a `redis` keep to it together, but for what they admit in the same few tens of milliseconds."""
 
+    @field_validator("api_key")
+    @classmethod
+    def _fits_in_a_header(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not (key.get_secret_value().isascii() and key.get_secret_value().isprintable()):
+            # A line end, as files with keys have, would begin a header of its own.
+            raise ValueError("an api_key is printable ASCII without line ends")
+        return key
+
 
 class Routing(_Section):
     """How a replica is chosen."""

@@ -57,8 +57,16 @@ class ProbeClient:
 
     async def close(self) -> None:
         """Close the connections."""
+        self._forget_all()
+
+    def _forget_all(self) -> None:
         for replica in list(self._idle):
             self.forget(replica)
+
+    def use_tls(self, tls: ssl.SSLContext | None) -> None:
+        """Speak to https replicas with another context from now on."""
+        self._tls = tls
+        self._forget_all()
 
     def forget(self, replica: Replica) -> None:
         """Close the connections to a replica that has left."""

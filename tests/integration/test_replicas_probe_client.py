@@ -365,6 +365,19 @@ class TestTls:
                 await scene.warm(replica)
             assert server.connections == 1
 
+    async def test_authorities_that_change(self, authority: trustme.CA) -> None:
+        async with AsyncExitStack() as stack:
+            server = Server()
+            await server.listen(stack, self.served_by(authority, "127.0.0.1"))
+            client = await stack.enter_async_context(ProbeClient(tls=self.trusting(authority)))
+            scene = Scene(client, server, "https")
+            replica = scene.replica()
+            await scene.warm(replica)
+            client.use_tls(self.trusting(trustme.CA()))
+            assert await failure(scene.get(replica)) is ProbeFailure.ERROR
+            client.use_tls(self.trusting(authority))
+            await scene.warm(replica)
+
     async def test_certificates_nobody_vouches_for_or_of_another_host(self, authority: trustme.CA) -> None:
         async with AsyncExitStack() as stack:
             for name, tls in (("127.0.0.1", None), ("127.0.0.2", self.trusting(authority))):

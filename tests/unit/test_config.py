@@ -43,6 +43,7 @@ def test_environment_variables_fill_in(tmp_path: Path, monkeypatch: pytest.Monke
         ("prefixes: {block_bytes: 512, max_block_bytes: 256}", "max_block_bytes"),
         ("replicas: [{url: 'http://a:1'}, {url: 'http://a:1/'}]", "twice"),
         ("timeouts: {head_s: 0}", "timeouts.head_s"),
+        ('replicas: [{url: "http://a:1", api_key: "sk-1\\n"}]', "without line ends"),
     ],
 )
 def test_faults_are_named(tmp_path: Path, text: str, complaint: str) -> None:
