@@ -15,6 +15,7 @@ from gateway.app import Gateway
 from gateway.config import Config
 from gateway.process import raise_descriptor_limit, settle_garbage_collector
 from gateway.reload import ConfigWatcher
+from gateway.workers.redis_server import ServerFailed
 from gateway.workers.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ async def serve(config: Config, path: Path | None, read: Callable[[], Config]) -
     try:
         starting.result()
     except OSError as error:
-        logger.error("cannot listen: %s", error)
+        logger.error("cannot %s: %s", "start" if isinstance(error, ServerFailed) else "listen", error)
         await gateway.close()
         return 1
     settle_garbage_collector()

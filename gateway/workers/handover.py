@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_UNTAKEN = 256
 """Connections on the way to one worker; one that has so many is busy."""
+_SLOW_S = 0.2
+"""A worker that has taken nothing for so long, while something is on the way to it, is busy as well."""
 _MAX_WAITING = 512
 """Connections accepted and not given to anybody, before no more are accepted."""
 
@@ -30,11 +32,13 @@ class Lane:
         untaken: what it has not taken yet, in order.
         unsent: of these, the last so many have not been sent.
         turn: when it last got one.
+        seen_s: when it last took one, or the first on the way was given to it.
     """
 
     def __init__(self, end: socket.socket) -> None:
         """Use `Handover.add`."""
         self.end = end
+        self.seen_s = 0.0
         self.closing = False
         self.untaken: deque[socket.socket] = deque()
         self.unsent = 0
@@ -48,10 +52,10 @@ class Lane:
         """Connections it is thought to have, those on the way included."""
         return self._open + len(self.untaken)
 
-    @property
-    def full(self) -> bool:
-        """Whether it is too far behind to get more."""
-        return self.closing or len(self.untaken) >= _MAX_UNTAKEN
+    def full(self, now_s: float) -> bool:
+        """Say whether it is too far behind to get more."""
+        untaken = len(self.untaken)
+        return self.closing or untaken >= _MAX_UNTAKEN or (untaken > 0 and now_s - self.seen_s > _SLOW_S)
 
     def reported(self, data: bytes) -> int:
         """Read reports; return how many more connections have been taken."""
@@ -164,10 +168,10 @@ class Handover:
         self._deal_waiting()
 
     def _deal_waiting(self) -> None:
-        waiting = self._waiting
+        waiting, now_s = self._waiting, self._loop.time()
         while waiting:
             lane = min(
-                (lane for lane in self._lanes if not lane.full),
+                (lane for lane in self._lanes if not lane.full(now_s)),
                 key=lambda lane: (lane.connections, lane.turn),
                 default=None,
             )
@@ -175,6 +179,8 @@ class Handover:
                 break
             self._turn += 1
             lane.turn = self._turn
+            if not lane.untaken:
+                lane.seen_s = now_s
             lane.untaken.append(waiting.popleft())
             lane.unsent += 1
             if lane.unsent == 1:
@@ -221,6 +227,7 @@ class Handover:
         for _ in range(min(taken, len(lane.untaken))):
             lane.untaken.popleft().close()
         if taken:
+            lane.seen_s = self._loop.time()
             self._settled.set()
             self._deal_waiting()
         return alive

@@ -28,6 +28,10 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
+class ServerFailed(OSError):
+    """The redis-server does not start."""
+
+
 class NoServer(ValueError):
     """There is no redis-server here; the message says what to do."""
 
@@ -87,7 +91,7 @@ class RedisServer:
         """Start the server and wait until it accepts connections.
 
         Raises:
-            OSError: it does not start.
+            ServerFailed: it does not start.
         """
         await self._launch()
         self._watch = asyncio.get_running_loop().create_task(self._keep())
@@ -138,11 +142,11 @@ class RedisServer:
             async with asyncio.timeout(_START_S):
                 while not await self._answers():
                     if process.returncode is not None:
-                        raise OSError(f"{self._executable} has ended with code {process.returncode}")
+                        raise ServerFailed(f"{self._executable} has ended with code {process.returncode}")
                     await asyncio.sleep(0.02)
         except TimeoutError:
             await self._end()
-            raise OSError(f"{self._executable} does not answer in {_START_S:g} s") from None
+            raise ServerFailed(f"{self._executable} does not answer in {_START_S:g} s") from None
 
     async def _answers(self) -> bool:
         try:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from support.gateways import CHAT
+from support.gateways import CHAT, running_gateway
 from support.raw_client import RawClient, post, raw_client
 from support.serving import Served, starting
 from support.serving import serving as serving_within
 from support.stub_replica import DONE, Call, StubReplica, answer, role_event, token_event
 
+from gateway.admin.merge import ACROSS_WORKERS
 from gateway.workers.redis_server import NoServer, find_server
 
 PATH = "/v1/chat/completions"
@@ -305,6 +306,14 @@ async def test_workers_share_their_map_through_a_server_of_their_own(replica: St
         served.signal()
         assert await served.exit_code() == 0
         assert "Traceback" not in "\n".join(served.log)
+
+
+async def test_rules_for_gauges_are_for_gauges_that_exist(replica: StubReplica) -> None:
+    async with running_gateway([replica]) as gateway:
+        kinds = {family.name: family.type for family in gateway.gateway.view.families()}
+    # Those of the engines' events are there when events are followed.
+    rules = {name for name in ACROSS_WORKERS if not name.startswith("warmgate_kv_events_")}
+    assert {kinds.get(name) for name in rules} == {"gauge"}
 
 
 def children(pid: int) -> list[int]:

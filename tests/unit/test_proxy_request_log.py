@@ -2,6 +2,7 @@
 
 import io
 import os
+import select
 import threading
 from typing import Any
 
@@ -83,3 +84,29 @@ def test_a_reader_that_has_gone() -> None:
         log.add({"i": 1})
         assert log.dropped == 1
         log.stop()
+
+
+class Pieces(io.BytesIO):
+    """Remembers what was written at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[bytes] = []
+
+    def write(self, data: Any) -> int:
+        self.pieces.append(bytes(data))
+        return super().write(data)
+
+
+def test_workers_share_a_pipe_without_breaking_each_others_lines() -> None:
+    stream = Pieces()
+    log = RequestLog(stream, fields={"worker": 2})
+    lengths = [100, 3000, 900, 5000, *[200] * 50]
+    for length in lengths:
+        log.add({"path": "x" * length})
+    log._write()
+    records = [orjson.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(len(record["path"]), record["worker"]) for record in records] == [(length, 2) for length in lengths]
+    assert all(piece.endswith(b"\n") for piece in stream.pieces)
+    assert [piece for piece in stream.pieces if len(piece) > select.PIPE_BUF and piece.count(b"\n") > 1] == []
+    assert len(stream.pieces) < 12

@@ -5,7 +5,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -19,12 +19,13 @@ from gateway.proxy.listener import Arrivals, bind
 from gateway.replicas.metrics_page import ScrapedState
 from gateway.replicas.registry import Change, Fleet
 from gateway.replicas.spec import ReplicaSpec
+from gateway.workers import handover as handover_module
 from gateway.workers import redis_server
 from gateway.workers import supervisor as supervisor_module
 from gateway.workers.channel import Channel, frame
 from gateway.workers.facts import Fact, ReportingFleet, apply, snapshot
 from gateway.workers.handover import Handover
-from gateway.workers.process import WorkerProcess
+from gateway.workers.process import NoAnswer, WorkerProcess
 from gateway.workers.settings import ReplicaNames, document, worker_config
 from gateway.workers.supervisor import Supervisor
 from gateway.workers.view import merge_replicas
@@ -33,6 +34,14 @@ from gateway.workers.view import merge_replicas
 def config(*replicas: dict[str, Any], **sections: Any) -> Config:
     return Config.model_validate({"replicas": replicas or [{"url": "http://a"}], **sections})
 
+
+SMALL = config(
+    {"url": "http://127.0.0.1:9"},
+    listen={"host": "127.0.0.1", "port": 0, "workers": 2},
+    admin={"port": 0},
+    redis="redis://127.0.0.1:9",
+    health={"startup_wait_s": 0},
+)
 
 # -- settings
 
@@ -259,6 +268,44 @@ async def test_what_a_dying_worker_has_not_taken_goes_to_another(
     other.die()
 
 
+async def test_a_worker_that_takes_nothing_gets_nothing_more(
+    handover: Handover, clients: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, other = FakeWorker(handover, b"s", takes=False), FakeWorker(handover, b"o")
+    port = await listening(handover)
+    connect(port, clients, 2)
+    await eventually(lambda: len(stuck.lane.untaken) == 1 and other.lane.connections == 1)
+    monkeypatch.setattr(handover_module, "_SLOW_S", -1.0)
+    for _ in range(10):
+        # One after the other: with this limit a worker is slow until it has taken what it got.
+        connect(port, clients)
+        assert await owner(clients[-1]) == b"o"
+    assert len(stuck.lane.untaken) == 1
+    stuck.die()
+    handover.remove(stuck.lane)
+    assert {await owner(client) for client in clients[:2]} == {b"o"}
+    other.die()
+
+
+async def test_a_worker_that_is_stuck_for_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        number, pid, killed = 1, 0, 0
+
+        async def ask(self, what: str, within_s: float) -> None:
+            raise NoAnswer("late")
+
+        def kill(self) -> None:
+            self.killed += 1
+
+    supervisor, stuck = Supervisor(SMALL), Stuck()
+    await supervisor._late(cast(WorkerProcess, stuck))
+    assert stuck.killed == 0
+    monkeypatch.setattr(supervisor_module, "_STUCK_S", -1.0)
+    await supervisor._late(cast(WorkerProcess, stuck))
+    assert stuck.killed == 1
+    await supervisor.close()
+
+
 async def test_connections_wait_for_a_worker(handover: Handover, clients: list[socket.socket]) -> None:
     port = await listening(handover)
     connect(port, clients, 3)
@@ -326,15 +373,7 @@ async def test_it_gives_up_when_workers_keep_dying(
 
     monkeypatch.setattr(WorkerProcess, "start", start)
     monkeypatch.setattr(supervisor_module, "_PAUSES_S", (0.0,))
-    supervisor = Supervisor(
-        config(
-            {"url": "http://127.0.0.1:9"},
-            listen={"host": "127.0.0.1", "port": 0, "workers": 2},
-            admin={"port": 0},
-            redis="redis://127.0.0.1:9",
-            health={"startup_wait_s": 0},
-        )
-    )
+    supervisor = Supervisor(SMALL)
     await supervisor.start()
     assert supervisor.gave_up.is_set()
     assert "gives up" in caplog.text
