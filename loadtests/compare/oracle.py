@@ -1,6 +1,6 @@
-"""A policy that knows more than any gateway can: a bound for what better predictions could bring, not a candidate.
+"""A policy that knows more than any gateway can: it shows what better predictions could bring, and is no candidate.
 
-`informed_bound` follows the rule of `predicted_ttft` with the truth in place of every prediction: what each engine has
+`perfect_knowledge` follows the rule of `predicted_ttft` with the truth in place of every prediction: what each engine has
 cached at this moment and will have cached when the request's turn comes, the rest of the step under way, the queue in
 its order with the steps that it will take, the lengths of all answers to come, and with them the memory they will need.
 It does not know future arrivals, and it is greedy: a policy that gives up some TTFT now may beat it later. What it
@@ -20,7 +20,7 @@ from loadtests.replay.replay import Replay
 from loadtests.workloads.prompt import Part
 from policies.types import Candidates, Choice, Column, Policy, Request
 
-INFORMED = "informed_bound"
+INFORMED = "perfect_knowledge"
 
 _BLOCK_TOKENS = 16
 _TIGHT = 0.5

@@ -152,10 +152,10 @@ class Watched(Informed):
 
 
 @pytest.mark.parametrize("workload", ["no-reuse", "shared-prefixes", "mixed-lengths"])
-def test_the_informed_bound_knows_when_the_first_token_comes(workload: str) -> None:
+def test_the_perfect_knowledge_knows_when_the_first_token_comes(workload: str) -> None:
     policy = Watched(1)
     replay = Replay(
-        load_named(workload, ("requests=300", "rate_per_s=8"), 1), policy, TINY.settings("informed_bound", 1)
+        load_named(workload, ("requests=300", "rate_per_s=8"), 1), policy, TINY.settings("perfect_knowledge", 1)
     )
     policy.attach(replay)
     records = replay.run().records
