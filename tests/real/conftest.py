@@ -25,8 +25,9 @@ def options() -> ReplicaOptions:
     venv, model = os.environ.get("VLLM_VENV"), os.environ.get("MODEL")
     if not venv or not model:
         pytest.skip("VLLM_VENV and MODEL name no vLLM and no model; loadtests/real/setup.sh makes both")
-    # The name under which vLLM's recorded answers were made.
-    return ReplicaOptions(Path(venv).absolute(), Path(model).absolute(), name="tiny")
+    # The name under which vLLM's recorded answers were made,
+    # and the switch without which /inference/v1/generate and .../render answer 403.
+    return ReplicaOptions(Path(venv).absolute(), Path(model).absolute(), name="tiny", extra=("--enable-scale-out",))
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
