@@ -13,10 +13,11 @@ from gateway.admin.exact_map_metrics import ExactMapCollector
 from gateway.admin.server import AdminServer
 from gateway.admin.sharing_metrics import SharingCollector
 from gateway.admin.view import GatewayView
-from gateway.config import Config, ModelSlo, RedisSection, ReplicaConfig
+from gateway.config import Config, ModelDisaggregation, ModelSlo, RedisSection, ReplicaConfig
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
 from gateway.estimator.predictor import Predictor
+from gateway.estimator.transfer import LINKS
 from gateway.exact_map import ExactMap
 from gateway.exact_map import check as check_exact_map
 from gateway.prefixes.index import PrefixIndex
@@ -39,6 +40,7 @@ from gateway.replicas.probe import ProbeClient
 from gateway.replicas.registry import Fleet
 from gateway.replicas.scrape import Scraper, ScrapeSettings
 from gateway.replicas.spec import ReplicaSpec, Role
+from gateway.routing.hand_off import HandOffRules, HandOffSettings
 from gateway.routing.router import Router
 from gateway.routing.slo import ModelTargets, SloRules
 from gateway.sharing.connection import RedisTarget, check_url
@@ -46,6 +48,8 @@ from gateway.sharing.sharing import Sharing
 from policies.catalog import make_policy
 
 logger = logging.getLogger(__name__)
+
+_HAND_OFF_FIELDS = tuple(ModelDisaggregation.model_fields)
 
 
 def replica_spec(replica: ReplicaConfig, config: Config) -> ReplicaSpec:
@@ -186,6 +190,27 @@ def slo_rules(config: Config) -> SloRules:
     return SloRules(targets(slo), {name: targets(of) for name, of in slo.models.items()}, slo.max_retry_after_s)
 
 
+def hand_off_rules(config: Config) -> HandOffRules:
+    """Return how prompts move between replicas, with what models leave out filled in."""
+    common = config.disaggregation
+
+    def settings(of: ModelDisaggregation) -> HandOffSettings:
+        chosen = {name: getattr(of if name in of.model_fields_set else common, name) for name in _HAND_OFF_FIELDS}
+        # A preset of the model's own is meant to take the place of a rate given for all.
+        own_link = "link" in of.model_fields_set and "link_bytes_per_s" not in of.model_fields_set
+        rate = None if own_link else chosen["link_bytes_per_s"]
+        return HandOffSettings(
+            connector=chosen["connector"],
+            policy=chosen["policy"],
+            threshold_tokens=chosen["threshold_tokens"],
+            link_bytes_per_s=rate or LINKS[chosen["link"]],
+            link_latency_s=chosen["link_latency_ms"] / 1000.0,
+            kv_lease_s=chosen["kv_lease_s"],
+        )
+
+    return HandOffRules(settings(common), {name: settings(of) for name, of in common.models.items()})
+
+
 class Gateway:
     """One worker: everything, wired.
 
@@ -237,6 +262,7 @@ class Gateway:
             prefixes.feedback,
         )
         self.router.slo.use(slo_rules(config))
+        self.router.hand_offs.use(hand_off_rules(config))
         self.sharing: Sharing | None = None
         if redis is not None and isinstance(index, SharedIndex):
             self.sharing = Sharing(
@@ -368,6 +394,7 @@ class Gateway:
             self.router.use(make_policy(routing.policy, routing.seed, routing.policy_options))
         self.router.room.slow_start(routing.slow_start_s)
         self.router.slo.use(slo_rules(config))
+        self.router.hand_offs.use(hand_off_rules(config))
         plane, retries = self.plane, config.retries
         plane.use_response_headers(routing.response_headers)
         plane.use_keys([key.get_secret_value() for key in config.auth.client_keys], config.auth.upstream)

@@ -96,6 +96,8 @@ class ReplicaConfig(_Section):
     models: tuple[str, ...] = ()
     """Models it serves; empty reads them, adapters included, from its /v1/models."""
     role: Literal["mixed", "prefill", "decode"] = "mixed"
+    """`prefill`: computes prompts for others, see `disaggregation`, and gets whole requests only while nothing else is
+    up. `decode` and `mixed`: get requests, whole or with a prompt computed elsewhere."""
     hardware: str | None = None
     """A preset such as h100-sxm; default: the top-level `hardware`."""
     model_shape: str | None = None
@@ -154,6 +156,41 @@ class Slo(ModelSlo):
     """By name of a model as the replicas list it, or of an adapter; of an adapter without an entry, its model's."""
     max_retry_after_s: int = Field(60, ge=1, le=3600)
     """Longest time in the Retry-After of a refusal, also where waiting would not help."""
+
+
+class ModelDisaggregation(_Section):
+    """How one model's prompts move from prefill to decode replicas; what is left out is as for all models."""
+
+    connector: Literal["nixl", "nixl_push", "shared_storage", "none"] = "nixl"
+    """vLLM's KV connector on these replicas. `nixl`: NixlConnector (pull): prefill first, then decode with what prefill
+    returned. `nixl_push`: NixlPushConnector: both at once, under one X-Request-Id, once the gateway has learned where
+    the prefill replica is from its first answer. `shared_storage`: ExampleConnector: prefill first, and decode finds
+    the KV by its prompt. `none`: prefill replicas are not used."""
+    policy: Literal["predicted", "threshold", "always", "never"] = "predicted"
+    """Which requests are prefilled elsewhere. `predicted`: those whose predicted cost is lower that way. `threshold`:
+    those with at least `threshold_tokens` uncached prompt tokens. `always` and `never` are for comparisons."""
+    threshold_tokens: int = Field(4096, ge=1)
+    """For `policy: threshold`: prompt tokens that the decode replica does not hold."""
+    link: Literal["nvlink", "pcie5", "400g", "100g", "25g", "10g"] = "100g"
+    """What the replicas are joined by, one way: NVLink, PCIe 5.0 x16, or a network of so many Gbit/s. Corrected by the
+    hand-offs observed."""
+    link_bytes_per_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Bytes per second of the link, in place of `link`."""
+    link_latency_ms: float = Field(2.0, ge=0, allow_inf_nan=False)
+    """Constant part of a hand-off: notification, handshake, the way of the second request."""
+    kv_lease_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    """vLLM's `kv_lease_duration`: how long a prefill replica keeps the KV of a prompt for a decode replica that has not
+    asked for it. A second request that would begin later is not sent: the prompt is prefilled again. A prefill replica
+    with a shorter one could hand out the KV of other prompts."""
+
+
+class Disaggregation(ModelDisaggregation):
+    """Prefill on replicas of role `prefill`, decode on others. Without such replicas nothing here has any effect. Where
+    a model has them, requests with `kv_transfer_params` of their own are refused (400): a decode engine does not
+    survive parameters that no prefill replica has given out."""
+
+    models: dict[str, ModelDisaggregation] = Field(default_factory=dict)
+    """By name of the base model as the replicas list it."""
 
 
 class Prefixes(_Section):
@@ -395,6 +432,7 @@ class Config(_Section):
     """Towards https replicas."""
     routing: Routing = Routing()
     slo: Slo = Slo()
+    disaggregation: Disaggregation = Disaggregation()
     prefixes: Prefixes = Prefixes()
     health: Health = Health()
     breaker: Breaker = Breaker()

@@ -126,6 +126,26 @@ class Predictor:
         uncached = prompt_tokens - cached_tokens
         return self._calibrations[slot].factor * self._costs[slot].prefill_compute_s(uncached, cached_tokens)
 
+    def prefill_only_s(
+        self, slot: int, prompt_tokens: float, cached_tokens: float, ahead_s: float, ahead_tokens: float
+    ) -> float:
+        """Predict the seconds until a replica that does nothing but prefill has computed a prompt.
+
+        Args:
+            slot: the replica.
+            prompt_tokens: tokens of the prompt.
+            cached_tokens: those it holds.
+            ahead_s: corrected seconds of prefill ahead.
+            ahead_tokens: tokens of prefill ahead.
+        """
+        calibration, cost = self._calibrations[slot], self._costs[slot]
+        factor, new = calibration.factor, prompt_tokens - cached_tokens
+        own_s = factor * cost.prefill_compute_s(new, cached_tokens)
+        steps = int((ahead_tokens + new) / self.token_budget) + 1
+        # As in `fill`, without running decodes.
+        compute_s = max(own_s + ahead_s, factor * steps * cost.weights_s)
+        return calibration.constant_s + compute_s + factor * steps * cost.overhead_s
+
     def fill(
         self,
         slots: Iterable[int],

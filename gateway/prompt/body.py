@@ -41,6 +41,10 @@ class RequestBody:
     """None when the body has no canonical prompt; such requests are routed by load."""
     document: dict[str, Any] | None = None
     """The whole body, if asked for: whoever tokenises the prompt takes it."""
+    divisible: bool = False
+    """Its prompt may be computed on one replica and its answer on another."""
+    transfer_params: bool = False
+    """It has `kv_transfer_params` of its own."""
 
 
 def parse_body(
@@ -117,6 +121,39 @@ def parse_body(
         user if type(user) is str else None,
         prompt,
         document if keep_document else None,
+        prompt is not None and is_divisible(path, document, prompt),
+        get("kv_transfer_params") is not None,
+    )
+
+
+_DIVISIBLE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+def is_divisible(path: str, document: Mapping[str, Any], prompt: PromptKey) -> bool:
+    """Say whether the prompt of a request may be computed on one replica and its answer on another.
+
+    vLLM ties one hand-off to one sequence, and the prefill replica frees the blocks after the first read. So there must
+    be one prompt and one answer, and the engine must not be asked for the logprobs of the prompt. An answer that has to
+    be a tool call cannot be cut after one token: vLLM then fails to parse it. Media are left out because positions in
+    tokens are not known.
+
+    Args:
+        path: path of the request, without query.
+        document: its body.
+        prompt: its prompt.
+    """
+    if path not in _DIVISIBLE_PATHS or prompt.media or prompt.computed_anew:
+        return False
+    get = document.get
+    texts = get("prompt")
+    return (
+        (get("n") is None or get("n") == 1)
+        and get("best_of") in (None, 1)
+        and not get("use_beam_search")
+        and not get("echo")
+        and get("tool_choice") in (None, "auto", "none")
+        # A list of numbers is one prompt in tokens; a list of anything else is several.
+        and (type(texts) is not list or not texts or type(texts[0]) is int or len(texts) == 1)
     )
 
 

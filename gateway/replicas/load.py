@@ -9,6 +9,8 @@ Theory of operation
 - Engines prefill first come, first served (vLLM V1's scheduler). The requests before their first token
   therefore form a queue per slot. Its head is the one being computed, since it was sent or since the last
   first token of that slot, whichever is later: that much of its work is done already.
+- A prompt that another replica prefills waits in nobody's queue here: its ticket holds memory and its place in flight
+  until the first token.
 - A slot is used again when a replica leaves and another joins. `retire` starts a new generation; tickets of
   an older one release nothing.
 - Sums of floats gather dust. Columns are set to exactly 0.0 when nothing is left that could have added to
@@ -21,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_WAITING, _DECODING, _FINISHED = 0, 1, 2
+_WAITING, _DECODING, _FINISHED, _RESERVED = 0, 1, 2, 3
 
 
 class Load(NamedTuple):
@@ -79,7 +81,8 @@ class Ticket:
 
     def first_token(self, now_s: float) -> None:
         """The first token has been seen: the prefill part is released, the request decodes. Idempotent."""
-        if self._phase != _WAITING:
+        phase = self._phase
+        if phase not in (_WAITING, _RESERVED):
             return
         self._phase = _DECODING
         ledger, slot = self._ledger, self.slot
@@ -87,7 +90,8 @@ class Ticket:
             return
         ledger.decodes[slot] += 1
         ledger.context_tokens[slot] += self._context_tokens
-        ledger._release_prefill(self, now_s)
+        if phase == _WAITING:
+            ledger._release_prefill(self, now_s)
 
     def finish(self, now_s: float | None = None) -> None:
         """The attempt has ended, in whatever phase: all it still holds is released. Idempotent.
@@ -106,7 +110,7 @@ class Ticket:
         if phase == _WAITING:
             is_head = ledger._heads[slot] is self
             ledger._release_prefill(self, now_s if is_head else None)
-        else:
+        elif phase == _DECODING:
             decodes = ledger.decodes[slot] - 1
             ledger.decodes[slot] = decodes
             context_tokens = ledger.context_tokens[slot] - self._context_tokens
@@ -251,6 +255,8 @@ class LoadLedger:
         uncached_tokens: float,
         prefill_s: float,
         output_tokens: float,
+        *,
+        computed_elsewhere: bool = False,
     ) -> Ticket:
         """Count a request on a replica, at the moment it is selected.
 
@@ -261,6 +267,7 @@ class LoadLedger:
             uncached_tokens: of those, the ones the replica must compute.
             prefill_s: predicted seconds for them, alone on the replica.
             output_tokens: expected tokens of the answer.
+            computed_elsewhere: another replica prefills it: it takes memory here from now on, and no prefill.
 
         Returns:
             The ticket through which everything counted here is released.
@@ -278,10 +285,13 @@ class LoadLedger:
             self, slot, now_s, uncached_tokens, prefill_s, kv_tokens, kv_own_tokens, kv_tokens - output_tokens * 0.5
         )
         self.in_flight[slot] += 1
-        self.prefill_tokens[slot] += uncached_tokens
-        self.prefill_work_s[slot] += prefill_s
         self.kv_tokens[slot] += kv_tokens
         self.kv_own_tokens[slot] += kv_own_tokens
+        if computed_elsewhere:
+            ticket._phase = _RESERVED
+            return ticket
+        self.prefill_tokens[slot] += uncached_tokens
+        self.prefill_work_s[slot] += prefill_s
         self._queues[slot][ticket] = None
         if self._heads[slot] is None:
             self._heads[slot] = ticket

@@ -318,7 +318,8 @@ class Fleet:
             return ()
         members = self._members(model, prefill=False)
         slots = tuple(replica.slot for replica in members if replica.routable)
-        self._routes[model] = slots = slots or self.up_slots(model)
+        # A prefill replica can do the whole of it: worse for those who wait for prefill, better than nothing.
+        self._routes[model] = slots = slots or self.up_slots(model) or tuple(self.prefill_slots(model))
         return slots
 
     def _listings_changed(self) -> None:

@@ -16,7 +16,7 @@ class Role(StrEnum):
     MIXED = "mixed"
     """Prefills and decodes: an ordinary replica."""
     PREFILL = "prefill"
-    """Computes KV for others and never gets a client's request directly."""
+    """Computes KV for others, and gets a client's request as a whole only while nothing else is up."""
     DECODE = "decode"
     """Takes requests, and pulls KV from a prefill replica when that pays."""
 

@@ -9,6 +9,7 @@ from gateway.replicas.breaker import Outcome as AttemptOutcome
 from gateway.replicas.ejection import Attempt, Ejector
 from gateway.replicas.load import LoadLedger, Ticket
 from gateway.replicas.registry import Fleet, Replica
+from gateway.routing.hand_off import HandOff, HandOffs
 from gateway.routing.query import Query
 from gateway.routing.slo import Outlook, SloFilter
 from policies.types import Choice
@@ -22,6 +23,7 @@ class Releases(Protocol):
     ledger: LoadLedger
     predictor: Predictor
     slo: SloFilter
+    hand_offs: HandOffs
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """The engine has said how long prompt and answer were."""
@@ -40,6 +42,7 @@ class Assignment:
         assigned_s: when.
         observed_ttft_s: what it was in the end; None before.
         outlook: whether the latency targets were predicted to be kept; None without targets.
+        hand_off: what it holds on the replica that computes its prompt; None if that is this one.
         step_seen_s: the ledger's column; whoever sees a token writes the time at `slot`.
     """
 
@@ -54,6 +57,7 @@ class Assignment:
         "assigned_s",
         "expected_cached_tokens",
         "finished",
+        "hand_off",
         "observed_ttft_s",
         "outlook",
         "policy",
@@ -83,6 +87,7 @@ class Assignment:
         first: bool,
         outlook: Outlook | None = None,
         predicted_tpot_s: float | None = None,
+        hand_off: HandOff | None = None,
     ) -> None:
         self._parts = parts
         self._query = query
@@ -104,6 +109,7 @@ class Assignment:
         self._first = first
         self.outlook = outlook
         self.predicted_tpot_s = predicted_tpot_s
+        self.hand_off = hand_off
 
     def first_token(self, now_s: float) -> None:
         """The first token has been seen: its prefill is done, and the prediction can be judged."""
@@ -114,6 +120,11 @@ class Assignment:
         if self._promise is not None:
             self._promise.computed()
         self._parts.ejector.answered(self._attempt)
+        hand_off = self.hand_off
+        if hand_off is not None:
+            if hand_off.fetching_s is not None and hand_off.returned_s is not None:
+                self._parts.hand_offs.observed(self._query.pool, hand_off, now_s - hand_off.fetching_s)
+            return
         # The slot may belong to another replica by now.
         if self._first and self._query.key is not None and self._parts.fleet.has(self.replica):
             self._parts.predictor.observe(self.slot, self._work_s, self.predicted_ttft_s, self.observed_ttft_s)
@@ -148,6 +159,10 @@ class Assignment:
         self.finished = True
         parts = self._parts
         self._ticket.finish(now_s)
+        if self.hand_off is not None:
+            self.hand_off.ended(now_s, AttemptOutcome.CANCELLED)
+            # What the engine calls cached is what the other replica found in its own cache.
+            cached_tokens = None
         parts.ejector.record(self._attempt, outcome, now_s)
         if self._promise is not None:
             self._promise.ended(prompt_tokens, cached_tokens, kept=keep_prefix)

@@ -153,6 +153,12 @@ class Columns:
             self._ledger.fill_prefill_ahead_s(one, now_s, self._ahead_s)
             self._predict(one, prompt_tokens, now_s)
 
+    def predict_all(self, slots: Sequence[int], prompt_tokens: float, now_s: float) -> None:
+        """Make sure there are predictions for all candidates, whatever the policy reads."""
+        if not self._reads_predictions:
+            self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
+            self._predict(slots, prompt_tokens, now_s)
+
     def clear(self) -> None:
         """Forget the matches of the last request."""
         tokens = self.matched_tokens

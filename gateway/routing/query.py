@@ -19,9 +19,21 @@ class Query:
         rewritten_model: the name that must replace an alias in the body; None to forward the body as it is.
         targets: its latency targets; None if it has none.
         tokens: the prompt as the engine will see it; None where that is not known.
+        divisible: its prompt may be computed on one replica and its answer on another.
     """
 
-    __slots__ = ("key", "max_tokens", "model", "pool", "request", "rewritten_model", "stream", "targets", "tokens")
+    __slots__ = (
+        "divisible",
+        "key",
+        "max_tokens",
+        "model",
+        "pool",
+        "request",
+        "rewritten_model",
+        "stream",
+        "targets",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -34,6 +46,7 @@ class Query:
         rewritten_model: str | None,
         targets: Targets | None = None,
         tokens: TokenPrompt | None = None,
+        divisible: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -44,6 +57,7 @@ class Query:
         self.rewritten_model = rewritten_model
         self.targets = targets
         self.tokens = tokens
+        self.divisible = divisible
 
     def rewritten_body(self, body: bytes) -> bytes:
         """Return the body with the alias replaced by the model's own name."""

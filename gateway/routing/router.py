@@ -24,11 +24,12 @@ from gateway.replicas.registry import Change, Fleet, Replica
 from gateway.routing.assignment import Assignment
 from gateway.routing.columns import ENGINE_BLOCK_TOKENS, Columns
 from gateway.routing.exact_match import TokenMatch
+from gateway.routing.hand_off import HandOff, HandOffs, Plan, Prices
 from gateway.routing.query import Query
 from gateway.routing.refusals import NoReplica, Saturated, UnknownModel
 from gateway.routing.room import Room
 from gateway.routing.slo import SloFilter
-from policies.types import Policy, RemembersReplicas, Request
+from policies.types import Choice, Policy, RemembersReplicas, Request
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Router:
         self.predictor = predictor
         self._columns = Columns(fleet, ledger, index, predictor, schedule)
         self.slo = SloFilter(ledger, predictor, self._columns)
+        self.hand_offs = HandOffs(fleet, ledger, predictor)
         self._offsets = schedule.offsets
         self._token_counted: Callable[[str, TokenPrompt, int], None] | None = None
         self._session_header = session_header.lower().encode() if session_header else None
@@ -115,6 +117,11 @@ class Router:
     def _put_in_force(self, policy: Policy) -> None:
         self._policy = policy
         self._columns.serve(policy.reads)
+        # A policy without prices of its own is compared in those of the default.
+        defaults = Prices()
+        self.hand_offs.prices = Prices(
+            getattr(policy, "prefill_price", defaults.prefill), getattr(policy, "decode_price", defaults.decode)
+        )
         if isinstance(policy, RemembersReplicas):
             self._remembering.add(policy)
 
@@ -190,15 +197,18 @@ class Router:
             if key is None:
                 # Without a prompt there is nothing to predict from, and mostly no token to wait for.
                 targets = None
-        return Query(model, pool, key, request, stream, max_tokens, model if model != name else None, targets, tokens)
+        divisible = body is not None and body.divisible
+        rewritten = model if model != name else None
+        return Query(model, pool, key, request, stream, max_tokens, rewritten, targets, tokens, divisible)
 
-    def assign(self, query: Query, tried: Sequence[int], now_s: float) -> Assignment:
+    def assign(self, query: Query, tried: Sequence[int], now_s: float, *, whole: bool = False) -> Assignment:
         """Choose a replica for an attempt and charge it.
 
         Args:
             query: the request.
             tried: slots that must not be chosen again.
             now_s: monotonic seconds.
+            whole: prompt and answer must be computed by the same replica.
 
         Raises:
             NoReplica: there is no candidate.
@@ -227,16 +237,33 @@ class Router:
             choice = policy.choose(request, candidates)
             slot = choice.slot
             columns.predict_chosen(slot, prompt_tokens, now_s)
+            plan = None
+            if query.divisible and not whole and (prefills := fleet.prefill_slots(query.model)):
+                plan = self._plan(query, prefills, slots, slot, now_s)
+                if plan is not None:
+                    slot = plan.decode_slot
+                    choice = Choice(slot, plan.reason, plan.terms())
             cached_tokens = columns.matched_tokens[slot]
             if targets is not None and outlook is not None:
                 slo.explain(choice, outlook, len(slots), targets, now_s)
         finally:
             columns.clear()
         own_s, ttft_s = columns.own_prefill_s[slot], columns.predicted_ttft_s[slot]
+        expected_cached_tokens, hand_off = cached_tokens, None
+        if plan is not None:
+            # What the decode engine reports as cached is what the prefill engine found.
+            ttft_s, expected_cached_tokens = plan.ttft_s, plan.matched_tokens
+            hand_off = self._hand_off(query, plan, now_s)
         replica = fleet.by_slot[slot]
         assert replica is not None, "a policy chose a slot that is not a candidate"
         ticket = self.ledger.start(
-            slot, now_s, prompt_tokens, prompt_tokens - cached_tokens, own_s, request.expected_output_tokens
+            slot,
+            now_s,
+            prompt_tokens,
+            prompt_tokens - cached_tokens,
+            own_s,
+            request.expected_output_tokens,
+            computed_elsewhere=hand_off is not None,
         )
         return Assignment(
             self,
@@ -245,7 +272,7 @@ class Router:
             choice,
             policy.name,
             now_s,
-            int(cached_tokens),
+            int(expected_cached_tokens),
             ttft_s,
             self.predictor.work_s(slot, ttft_s),
             ticket,
@@ -254,6 +281,48 @@ class Router:
             not tried,
             outlook,
             slo.tpot_s[slot] if targets is not None and targets.tpot_s is not None else None,
+            hand_off,
+        )
+
+    def _plan(
+        self, query: Query, prefills: Sequence[int], slots: Sequence[int], whole_slot: int, now_s: float
+    ) -> Plan | None:
+        """Say where the prompt should be computed if not where its answer is; asked while the columns are filled."""
+        prefills = self.room.among(prefills, now_s)
+        if not prefills or whole_slot in prefills or not self.hand_offs.rules.of(query.pool).active:
+            return None
+        columns = self._columns
+        columns.predict_all(slots, query.request.prompt_tokens, now_s)
+        view = columns.candidates
+        return self.hand_offs.consider(
+            query,
+            prefills,
+            slots,
+            whole_slot,
+            now_s,
+            view.matched_tokens,
+            view.own_prefill_s,
+            view.predicted_ttft_s,
+            view.decode_delay_s,
+            view.decode_step_s,
+        )
+
+    def _hand_off(self, query: Query, plan: Plan, now_s: float) -> HandOff:
+        """Charge the prefill replica of a plan."""
+        slot, key, prompt_tokens = plan.prefill_slot, query.key, query.request.prompt_tokens
+        replica = self.fleet.by_slot[slot]
+        assert replica is not None
+        return HandOff(
+            self.fleet,
+            self.ejector,
+            self.predictor,
+            replica,
+            plan,
+            self.hand_offs.rules.of(query.pool),
+            self.ledger.start(slot, now_s, prompt_tokens, plan.prefill_tokens, plan.own_prefill_s, 0.0),
+            self._promise(slot, key) if key is not None and key.hashes else None,
+            self.ejector.begin(replica),
+            now_s,
         )
 
     def _promise(self, slot: int, key: PromptKey) -> Promise:
@@ -319,6 +388,7 @@ class Router:
     def _forget(self, slot: int) -> None:
         for policy in self._remembering:
             policy.forget(slot)
+        self.hand_offs.forget(slot)
 
     def _configure(self, replica: Replica) -> None:
         replica_class = self._class_of(replica)

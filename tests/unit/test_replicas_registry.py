@@ -164,9 +164,16 @@ class TestRouting:
         assert list(fleet.prefill_slots("m")) == list(fleet.prefill_slots(None)) == [1]
         assert list(fleet.prefill_slots("x")) == []
 
-    def test_a_prefill_replica_alone_serves_nobody(self) -> None:
-        fleet, _ = fleet_of("m", role=Role.PREFILL)
-        assert not fleet.any_routable
+    def test_a_prefill_replica_serves_whole_requests_only_while_nothing_else_is_up(self) -> None:
+        fleet = Fleet()
+        for index, role in enumerate([Role.PREFILL, Role.DECODE]):
+            fleet.set_up(fleet.add(ReplicaSpec(f"http://r{index}", models=("m",), role=role)), True)
+        decode = fleet.replicas["replica-2"]
+        assert list(fleet.route_slots("m")) == [1]
+        fleet.set_ejected(decode, True)
+        assert list(fleet.route_slots("m")) == [1]
+        fleet.set_up(decode, False)
+        assert list(fleet.route_slots("m")) == [0]
 
     def test_when_all_are_ejected_those_that_are_up_are_tried(self) -> None:
         fleet, replicas = fleet_of("a", "a", "a")

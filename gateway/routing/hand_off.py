@@ -1,0 +1,451 @@
+"""Prefill on one replica, decode on another: whether, where, and what that holds.
+
+Theory of operation
+- The policy has chosen where a request would be served whole. `HandOffs.consider` compares that with every pair of a
+  prefill replica p and a candidate d, in the policy's own currency (seconds of first token, plus the price of the
+  prefill work, plus the price of the delay it puts on running answers):
+
+      whole = TTFT(d) + prefill_price x own prefill(d) + decode_price x delay(d)
+      split = queue(p) + prefill on p of what p lacks + transfer of what d lacks + a step of d
+              + prefill_price x own prefill(p)
+
+  A prefill on p delays nobody's tokens: p has no running answers. The step of d computes the last token of the prompt,
+  which an engine always computes itself.
+- The cost of a pair is a sum of p's part and d's part, so the best pair is found in one pass over each; only among
+  replicas that may be paired at all, which `signature` tells.
+- A `HandOff` is what the first of the two requests holds on p: its place in the ledger, its promise in the prefix map.
+  It gives both back exactly once. What the second holds on d is the assignment's, as for any request.
+- Links are believed as configured until hand-offs have been seen; then their observed times correct the prediction.
+
+Sources: Y. Zhong et al., "DistServe", OSDI 2024; P. Patel et al., "Splitwise", ISCA 2024; R. Qin et al., "Mooncake",
+FAST 2025, Algorithm 1 (the transfer term).
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.estimator.model import model
+from gateway.estimator.predictor import Predictor
+from gateway.estimator.transfer import LINKS
+from gateway.prefixes.feedback import Promise
+from gateway.replicas.breaker import Outcome as AttemptOutcome
+from gateway.replicas.ejection import Attempt, Ejector
+from gateway.replicas.load import LoadLedger, Ticket
+from gateway.replicas.registry import Fleet, Replica
+from gateway.routing.query import Query
+
+logger = logging.getLogger(__name__)
+
+Connector = Literal["nixl", "nixl_push", "shared_storage", "none"]
+DecisionPolicy = Literal["predicted", "threshold", "always", "never"]
+
+NEUTRAL_KV_BYTES_PER_TOKEN = 131_072.0
+"""KV of one token of an 8B model of the Llama 3 family, 16 bit: assumed where no model shape is given."""
+UNPAIRED_AFTER_FAILURE_S = 10.0
+"""How long a prefill replica is left alone after a decode replica could not get what it held."""
+_LEARNING_RATE = 0.1
+_MOST_CORRECTION = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffSettings:
+    """How one model's prompts move; see `gateway.config.ModelDisaggregation`."""
+
+    connector: Connector = "nixl"
+    policy: DecisionPolicy = "predicted"
+    threshold_tokens: int = 4096
+    link_bytes_per_s: float = LINKS["100g"]
+    link_latency_s: float = 0.002
+    kv_lease_s: float = 30.0
+
+    @property
+    def active(self) -> bool:
+        """Hand-offs may happen at all."""
+        return self.connector != "none" and self.policy != "never"
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffRules:
+    """The settings of all models."""
+
+    common: HandOffSettings = field(default_factory=HandOffSettings)
+    models: Mapping[str, HandOffSettings] = field(default_factory=dict)
+    """Of models that have their own, by base model."""
+
+    def of(self, pool: str) -> HandOffSettings:
+        """Return the settings of a base model."""
+        return self.models.get(pool, self.common)
+
+
+@dataclass(slots=True)
+class Plan:
+    """The best pair for one request, and what was weighed.
+
+    Attributes:
+        prefill_slot, decode_slot: the pair.
+        prefill_s: predicted seconds until p has computed the prompt.
+        own_prefill_s: of those, this prompt's own.
+        transfer_s: predicted seconds of the hand-off.
+        transfer_bytes: KV that moves.
+        ttft_s: predicted seconds from now to the first token.
+        cost_s, whole_cost_s: what was compared.
+        matched_tokens: prompt tokens that p holds.
+        lacking_tokens: prompt tokens that d does not.
+        prefill_tokens: prompt tokens that p computes.
+        reason: why, in words.
+    """
+
+    prefill_slot: int
+    decode_slot: int
+    prefill_s: float
+    own_prefill_s: float
+    transfer_s: float
+    transfer_bytes: float
+    ttft_s: float
+    cost_s: float
+    whole_cost_s: float
+    matched_tokens: float
+    lacking_tokens: float
+    prefill_tokens: float
+    reason: str
+
+    def terms(self) -> dict[str, float]:
+        """Return the numbers behind the decision."""
+        return {
+            "cost_s": self.cost_s,
+            "whole_cost_s": self.whole_cost_s,
+            "ttft_s": self.ttft_s,
+            "prefill_s": self.prefill_s,
+            "own_prefill_s": self.own_prefill_s,
+            "transfer_s": self.transfer_s,
+            "transfer_bytes": self.transfer_bytes,
+            "matched_tokens": self.matched_tokens,
+            "lacking_tokens": self.lacking_tokens,
+        }
+
+
+@dataclass(slots=True)
+class Prices:
+    """Seconds of cost per second of own prefill, and per second of delay summed over running answers."""
+
+    prefill: float = 1.0
+    decode: float = 0.02
+
+
+class HandOff:
+    """One prompt's place on a prefill replica.
+
+    Attributes:
+        replica, slot: where.
+        settings: the model's.
+        transfer_bytes, transfer_s: predicted.
+        prefill_s: predicted seconds until the prompt is computed.
+        returned_s: when the prefill replica answered; None before.
+        observed_s: seconds of the first request; None before.
+        fetching_s: when the second request was sent; None before.
+    """
+
+    __slots__ = (
+        "_attempt",
+        "_ejector",
+        "_fleet",
+        "_predictor",
+        "_promise",
+        "_rest_s",
+        "_ticket",
+        "_work_s",
+        "assigned_s",
+        "fetching_s",
+        "observed_s",
+        "over",
+        "prefill_s",
+        "replica",
+        "returned_s",
+        "settings",
+        "slot",
+        "transfer_bytes",
+        "transfer_s",
+    )
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        ejector: Ejector,
+        predictor: Predictor,
+        replica: Replica,
+        plan: Plan,
+        settings: HandOffSettings,
+        ticket: Ticket,
+        promise: Promise | None,
+        attempt: Attempt,
+        now_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._ejector = ejector
+        self._predictor = predictor
+        self._ticket = ticket
+        self._promise = promise
+        self._attempt = attempt
+        self.replica = replica
+        self.slot = plan.prefill_slot
+        self.settings = settings
+        self.prefill_s = plan.prefill_s
+        self.transfer_s = plan.transfer_s
+        self.transfer_bytes = plan.transfer_bytes
+        self._rest_s = max(plan.ttft_s - plan.prefill_s - plan.transfer_s, 0.0)
+        self._work_s = predictor.work_s(plan.prefill_slot, plan.prefill_s)
+        self.assigned_s = now_s
+        self.returned_s: float | None = None
+        self.observed_s: float | None = None
+        self.fetching_s: float | None = None
+        self.over = False
+
+    def returned(self, now_s: float, prompt_tokens: int | None, cached_tokens: int | None) -> None:
+        """The prefill replica has answered: the prompt is computed, and its KV waits to be fetched."""
+        if self.over:
+            return
+        self.returned_s = now_s
+        self.observed_s = now_s - self.assigned_s
+        self._ticket.first_token(now_s)
+        self._ejector.answered(self._attempt)
+        if self._fleet.has(self.replica):
+            self._predictor.observe(self.slot, self._work_s, self.prefill_s, self.observed_s)
+        self._end(now_s, AttemptOutcome.OK, prompt_tokens, cached_tokens, kept=True)
+
+    def ended(self, now_s: float, outcome: AttemptOutcome) -> None:
+        """The first request has failed or been given up; no effect once it has returned."""
+        if not self.over:
+            self._end(now_s, outcome, None, None, kept=False)
+
+    def expired(self, now_s: float) -> bool:
+        """Say whether the KV may be gone by the time a request that is sent now reaches the decode engine."""
+        # A tenth of the lease is kept for the way and for the decode replica's tokenizer.
+        return self.returned_s is not None and now_s - self.returned_s > 0.9 * self.settings.kv_lease_s
+
+    def observed_transfer_s(self, first_token_s: float) -> float:
+        """Return seconds of the hand-off itself, from those between the second request and its first token."""
+        return max(first_token_s - self._rest_s, 0.0)
+
+    def _end(
+        self, now_s: float, outcome: AttemptOutcome, prompt_tokens: int | None, cached_tokens: int | None, *, kept: bool
+    ) -> None:
+        self.over = True
+        self._ticket.finish(now_s)
+        self._ejector.record(self._attempt, outcome, now_s)
+        if self._promise is not None:
+            self._promise.ended(prompt_tokens, cached_tokens, kept=kept)
+
+
+class HandOffs:
+    """Decides about hand-offs, and learns how long they take."""
+
+    def __init__(self, fleet: Fleet, ledger: LoadLedger, predictor: Predictor) -> None:
+        """Start with default rules.
+
+        Args:
+            fleet: the replicas.
+            ledger: outstanding work.
+            predictor: predicted times.
+        """
+        self._fleet = fleet
+        self._ledger = ledger
+        self._predictor = predictor
+        self.rules = HandOffRules()
+        self.prices = Prices()
+        self._corrections: dict[str, float] = {}
+        self._unpaired_until_s: dict[int, float] = {}
+        self._told: set[tuple[str, str]] = set()
+        self._kv_bytes: dict[int, tuple[Replica, str | None, float]] = {}
+
+    def use(self, rules: HandOffRules) -> None:
+        """Change the rules; what has been learned of a link is forgotten with it."""
+        before, self.rules = self.rules, rules
+        for pool in list(self._corrections):
+            was, now = before.of(pool), rules.of(pool)
+            if (was.link_bytes_per_s, was.link_latency_s) != (now.link_bytes_per_s, now.link_latency_s):
+                del self._corrections[pool]
+
+    def correction(self, pool: str) -> float:
+        """Return observed over configured time of a model's hand-offs."""
+        return self._corrections.get(pool, 1.0)
+
+    def observed(self, pool: str, hand_off: HandOff, first_token_s: float) -> None:
+        """Learn from a hand-off.
+
+        Args:
+            pool: the base model.
+            hand_off: which.
+            first_token_s: seconds from the second request to its first token.
+        """
+        if hand_off.transfer_s <= 0.0:
+            return
+        before = self.correction(pool)
+        # What was predicted has the correction in it already.
+        ratio = hand_off.observed_transfer_s(first_token_s) / hand_off.transfer_s * before
+        ratio = min(max(ratio, 1.0 / _MOST_CORRECTION), _MOST_CORRECTION)
+        # In steps of at most fourfold: the first transfer of a pair carries a handshake of up to seconds.
+        ratio = min(max(ratio, before / 4.0), before * 4.0)
+        self._corrections[pool] = before + _LEARNING_RATE * (ratio - before)
+
+    def failed(self, hand_off: HandOff, now_s: float) -> None:
+        """A decode replica could not get what a prefill replica held: leave the latter alone for a while."""
+        self._unpaired_until_s[hand_off.slot] = now_s + UNPAIRED_AFTER_FAILURE_S
+
+    def forget(self, slot: int) -> None:
+        """The slot's replica has left or restarted."""
+        self._unpaired_until_s.pop(slot, None)
+        self._kv_bytes.pop(slot, None)
+
+    def consider(
+        self,
+        query: Query,
+        prefills: Sequence[int],
+        slots: Sequence[int],
+        whole_slot: int,
+        now_s: float,
+        matched_tokens: Sequence[float],
+        own_prefill_s: Sequence[float],
+        predicted_ttft_s: Sequence[float],
+        decode_delay_s: Sequence[float],
+        decode_step_s: Sequence[float],
+    ) -> Plan | None:
+        """Return the pair for a request, None if it is better served whole.
+
+        Args:
+            query: the request.
+            prefills: slots of the prefill replicas that have room.
+            slots: the candidates for the whole request.
+            whole_slot: the policy's choice among them.
+            now_s: monotonic seconds.
+            matched_tokens: by slot, prompt tokens that replicas hold; also of prefill replicas.
+            own_prefill_s, predicted_ttft_s, decode_delay_s, decode_step_s: the predictor's columns, of `slots`.
+        """
+        settings = self.rules.of(query.pool)
+        if not settings.active:
+            return None
+        prompt_tokens = query.request.prompt_tokens
+        policy = settings.policy
+        if policy == "threshold" and prompt_tokens - matched_tokens[whole_slot] < settings.threshold_tokens:
+            return None
+        prices = self.prices
+        whole_s = (
+            predicted_ttft_s[whole_slot]
+            + prices.prefill * own_prefill_s[whole_slot]
+            + prices.decode * decode_delay_s[whole_slot]
+        )
+        if policy == "predicted" and whole_s <= settings.link_latency_s + decode_step_s[whole_slot]:
+            # Short or cached: not even an idle prefill replica with the whole prompt could do better.
+            return None
+        decodes = self._decode_parts(query, settings, slots, matched_tokens, decode_step_s)
+        best: Plan | None = None
+        ledger, predictor = self._ledger, self._predictor
+        for slot in prefills:
+            if self._unpaired_until_s.get(slot, now_s) > now_s:
+                continue
+            replica = self._fleet.by_slot[slot]
+            if replica is None:
+                continue
+            part = decodes.get(signature(replica))
+            if part is None:
+                self._tell(replica, slots)
+                continue
+            decode_s, decode_slot, transfer_s, transfer_bytes = part
+            matched = matched_tokens[slot]
+            own_s = predictor.own_prefill_s(slot, prompt_tokens, matched)
+            prefill_s = predictor.prefill_only_s(
+                slot, prompt_tokens, matched, ledger.prefill_ahead_s(slot, now_s), ledger.prefill_tokens[slot]
+            )
+            ttft_s = prefill_s + decode_s
+            cost_s = ttft_s + prices.prefill * own_s
+            if best is None or cost_s < best.cost_s:
+                lacking = prompt_tokens - matched_tokens[decode_slot]
+                best = Plan(
+                    slot, decode_slot, prefill_s, own_s, transfer_s, transfer_bytes, ttft_s, cost_s, whole_s, matched,
+                    lacking, prompt_tokens - matched, "",
+                )  # fmt: skip
+        if best is None or (policy == "predicted" and best.cost_s >= whole_s):
+            return None
+        best.reason = {
+            "predicted": "prefill elsewhere costs less",
+            "threshold": "more uncached tokens than the threshold",
+            "always": "prefill always elsewhere",
+        }[policy]
+        return best
+
+    def _decode_parts(
+        self,
+        query: Query,
+        settings: HandOffSettings,
+        slots: Sequence[int],
+        matched_tokens: Sequence[float],
+        decode_step_s: Sequence[float],
+    ) -> dict["Signature", tuple[float, int, float, float]]:
+        """The best decode replica per signature: its part of the TTFT, slot, seconds and bytes of the transfer."""
+        request = query.request
+        needed = request.prompt_tokens + request.expected_output_tokens
+        correction = self.correction(query.pool)
+        kv_own, by_slot = self._ledger.kv_own_tokens, self._fleet.by_slot
+        parts: dict[Signature, tuple[float, int, float, float]] = {}
+        fullest: dict[Signature, float] = {}
+        for slot in slots:
+            replica = by_slot[slot]
+            if replica is None:
+                continue
+            lacking = request.prompt_tokens - matched_tokens[slot]
+            size = lacking * self.kv_bytes_per_token(replica)
+            transfer_s = correction * (settings.link_latency_s + size / settings.link_bytes_per_s)
+            part_s = transfer_s + decode_step_s[slot]
+            cost_s = part_s
+            capacity = replica.kv.kv_capacity_tokens
+            if capacity is not None and kv_own[slot] + needed > capacity:
+                # As the default policy prices memory: what does not fit waits, or others are preempted.
+                cost_s += 10.0 * (kv_own[slot] + needed - capacity) / capacity
+            key = signature(replica)
+            # Among equals the one with the most memory left.
+            cost_s += 1e-3 * kv_own[slot] / (capacity or 1e6)
+            if key not in parts or cost_s < fullest[key]:
+                fullest[key] = cost_s
+                parts[key] = (part_s, slot, transfer_s, size)
+        return parts
+
+    def kv_bytes_per_token(self, replica: Replica) -> float:
+        """Return the bytes of keys and values of one token."""
+        known = self._kv_bytes.get(replica.slot)
+        shape = replica.spec.model_shape
+        if known is None or known[0] is not replica or known[1] != shape:
+            size = NEUTRAL_KV_BYTES_PER_TOKEN if shape is None else float(model(shape).kv_bytes_per_token)
+            known = self._kv_bytes[replica.slot] = (replica, shape, size)
+        return known[2]
+
+    def _tell(self, prefill: Replica, slots: Sequence[int]) -> None:
+        """Say once why a prefill replica is not used."""
+        for slot in slots:
+            decode = self._fleet.by_slot[slot]
+            if decode is not None and (prefill.name, decode.name) not in self._told and len(self._told) < 10_000:
+                self._told.add((prefill.name, decode.name))
+                logger.warning("%s does not prefill for %s: %s", prefill.name, decode.name, difference(prefill, decode))
+
+
+Signature = tuple[int | None, tuple[tuple[str, str], ...]]
+
+
+def signature(replica: Replica) -> Signature:
+    """Return what must be equal on both sides of a hand-off: the block size, and the path of each model.
+
+    vLLM compares paths itself and fails; of unequal block sizes it may not take notice, and answer with wrong tokens.
+    """
+    objects = replica.listing.objects
+    roots = tuple(sorted((name, str(objects[name].get("root"))) for name in replica.base_models if name in objects))
+    return replica.kv.block_size_tokens, roots
+
+
+def difference(one: Replica, other: Replica) -> str:
+    """Say in words why two replicas cannot be paired."""
+    (block, models), (other_block, other_models) = signature(one), signature(other)
+    if block != other_block:
+        return f"its block size is {block or 'not known yet'}, the other's {other_block or 'not known yet'}"
+    if models != other_models:
+        return f"it serves {dict(models)}, the other {dict(other_models)}"
+    return "nothing differs"
