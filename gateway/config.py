@@ -385,7 +385,7 @@ class KvEvents(KvEventsOfReplica):
     replicas: dict[str, KvEventsOfReplica] = Field(default_factory=dict)
     """By name of a replica: where it publishes, whatever it says."""
     max_blocks: int = Field(1 << 20, ge=1)
-    """Blocks remembered of one engine; about 200 bytes each. A map that grows beyond starts anew."""
+    """Blocks remembered of one engine; about 170 bytes each. A map that grows beyond starts anew."""
     replay_timeout_s: float = Field(2.0, gt=0)
     """A replay without a message for so long has failed."""
 

@@ -110,6 +110,7 @@ class KvEvents:
         """
         matches: list[Match] = []
         last = tokens.count - 1
+        found = 0
         for slot, feed in self._by_slot.items():
             if not feed.live:
                 continue
@@ -122,7 +123,9 @@ class KvEvents:
                 hashes = tokens.hashes(size)
                 if hashes is None:
                     break
-                held_tokens += min(blocks.match(hashes), last // size) * size
+                # Replicas that have only the common system prompt all end where the last one did.
+                found = blocks.match(hashes, found)
+                held_tokens += min(found, last // size) * size
             else:
                 mean = held_tokens // len(feed.streams)
                 matches.append((slot, float(mean - mean % size), feed.sure))

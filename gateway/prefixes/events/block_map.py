@@ -5,11 +5,10 @@
 - A hash is announced once per physical block. Two requests that compute the same block at a time make two, and the
   block is gone when both have been removed. So blocks are counted.
 - A cached block's parents are cached too: vLLM frees a request's blocks from the end, so children leave before their
-  parents. The longest cached prefix of a prompt is therefore found by bisecting.
+  parents. The longest cached prefix of a prompt is therefore found by bisecting its blocks.
 - Everything is kept in dictionaries of integers, which the cycle collector does not look into.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -99,19 +98,29 @@ class BlockMap:
         """All that is held: the engine's name of each block, and how many blocks have it."""
         return {name: self._copies.get(name, 1) for name in self._blocks}
 
-    def match(self, hashes: Sequence[int]) -> int:
-        """Return the number of leading blocks of a prompt that the engine has cached."""
+    def match(self, hashes: Sequence[int], guess: int = 0) -> int:
+        """Return the number of leading blocks of a prompt that the engine has cached.
+
+        Args:
+            hashes: the prompt's blocks.
+            guess: what it may be, because it is that of another engine.
+        """
         held = self._held
         if not hashes or hashes[0] not in held:
             return 0
         length = len(hashes)
-        if hashes[-1] in held:
+        if 0 < guess <= length and hashes[guess - 1] in held and (guess == length or hashes[guess] not in held):
+            return guess
+        if hashes[length - 1] in held:
             return length
-        # Most replicas hold a system prompt and no more: look near the start before bisecting the rest.
-        low, high = 1, 8
-        while high < length and hashes[high - 1] in held:
-            low, high = high, high * 4
-        return bisect_left(range(length), True, low, min(high, length), key=lambda i: hashes[i] not in held)
+        low, high = 0, length - 1
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if hashes[middle] in held:
+                low = middle
+            else:
+                high = middle
+        return high
 
     def clear(self, complete: bool) -> tuple[object, ...]:
         """Forget everything.
