@@ -1,11 +1,11 @@
 """A policy that knows more than any gateway can: it shows what better predictions could bring, and is no candidate.
 
-`perfect_knowledge` takes the least TTFT + own prefill + 0.02 x delay put on decodes + 10 x memory overcommitted, with the
-truth in place of every prediction: what each engine has cached at this moment and will have cached when the request's
-turn comes, the rest of the step under way, the queue in its order with the steps that it will take, the lengths of all
-answers to come, and with them the memory they will need. It does not know future arrivals, and it is greedy: a policy
-that gives up some TTFT now may beat it later. Where it loses to a peer, such a rule is at fault and not what it is told;
-what a policy of the same rule loses to it is the fault of the predictions.
+`perfect_knowledge` takes the least TTFT + own prefill + 0.02 x delay put on decodes + 10 x memory overcommitted, with
+the truth in place of every prediction: what each engine has cached at this moment and will have cached when the
+request's turn comes, the rest of the step under way, the queue in its order with the steps that it will take, the
+lengths of all answers to come, and with them the memory they will need. It does not know future arrivals, and it is
+greedy: a policy that gives up some TTFT now may beat it later. Where it loses to a peer, such a rule is at fault and
+not what it is told; what a policy of the same rule loses to it is the fault of the predictions.
 """
 
 from bisect import bisect_right
