@@ -46,7 +46,7 @@ class UsageFilter:
 
     def relay(self, data: bytes) -> None:
         """Pass on the next bytes of the stream, unless they are the usage event's."""
-        if self._inside is None and not self._held and b'"usage"' not in data and data.endswith(b"\n\n"):
+        if self._inside is None and not self._held and b'"usage"' not in data and data[-2:] == b"\n\n":
             self._answer.relay(data)
             return
         passed = self._sift(data)
