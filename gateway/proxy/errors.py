@@ -138,5 +138,11 @@ UNKNOWN_CODING = GatewayError(
 )
 BAD_TARGET = GatewayError(400, "The request target is not valid.", "invalid_target", close=True)
 BAD_HOST = GatewayError(400, "Exactly one valid Host header is needed.", "invalid_host", close=True)
+TRANSFER_PARAMS = GatewayError(
+    400,
+    "`kv_transfer_params` are set by the gateway; leave them out.",
+    "unsupported_parameter",
+    param="kv_transfer_params",
+)
 NOT_FOUND = GatewayError(404, "There is no such path. The API lives under /v1/.", "not_found")
 INTERNAL = GatewayError(500, "The gateway failed to handle the request; its log has the details.", "internal_error")

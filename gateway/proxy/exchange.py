@@ -7,9 +7,14 @@ Rules:
 - A replica is charged at selection (`router.assign`) and released exactly once (`Assignment.finish`), in `_detach`.
 - Every exchange ends in `_close`, exactly once, which is also where it is counted and logged.
 
-A request goes READING -> QUEUED -> (CONNECTING -> WAITING -> HELD | STREAMING)* -> done; it stays QUEUED only while no
-replica has room. An answer is HELD back while it is a plain JSON body of moderate size, so that a replica that dies in
-the middle of it can be replaced unseen; a stream is relayed from its first byte.
+A request goes READING -> QUEUED -> ([PREFILL ->] CONNECTING -> WAITING -> HELD | STREAMING)* -> done; it stays QUEUED
+only while no replica has room. An answer is HELD back while it is a plain JSON body of moderate size, so that a replica
+that dies in the middle of it can be replaced unseen; a stream is relayed from its first byte.
+
+Where the router has the prompt computed by another replica, a `PrefillLeg` does that first. What it brings is put into
+the client's request for the replica that answers, and used at most once: KV that has been read is freed, and parameters
+that point to freed blocks give wrong answers in silence. So it travels on a connection of its own, and whatever goes
+wrong after it was sent, the prompt is computed again.
 """
 
 import logging
@@ -21,6 +26,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from gateway.prompt.body import InvalidBody, RequestBody
+from gateway.prompt.hand_off import Prefilled, prefill_body, pushed_params, with_transfer_params
 from gateway.prompt.token_chain import TokenPrompt
 from gateway.proxy import errors, failures
 from gateway.proxy.answer import Answer, ClientSide
@@ -28,12 +34,14 @@ from gateway.proxy.errors import GatewayError
 from gateway.proxy.failures import Action, Cause, Phase
 from gateway.proxy.heads import RequestHead, ResponseHead, replica_request_head
 from gateway.proxy.observe import StreamObserver, Usage, usage_in
+from gateway.proxy.prefill_leg import PrefillLeg
 from gateway.proxy.routes import Handling
 from gateway.proxy.upstream import Dial, ReplicaConnection
 from gateway.proxy.usage_filter import UsageFilter
 from gateway.replicas.breaker import Outcome as Verdict
 from gateway.replicas.replica import Replica
 from gateway.routing.assignment import Assignment
+from gateway.routing.hand_off import HandOff
 from gateway.routing.query import Query
 from gateway.routing.refusals import InvalidTarget, NoReplica, Saturated, TargetsOutOfReach, UnknownModel
 
@@ -41,10 +49,6 @@ if TYPE_CHECKING:
     from gateway.proxy.plane import DataPlane
 
 logger = logging.getLogger(__name__)
-
-STALE_WITHIN_S = 1.0
-"""A reused connection lost this soon after the request was written was closed while idle: the request crossed the close
-on its way. One lost later had the request, and sending the same replica the same request again would be wrong."""
 
 # A server's error inside an event stream, as vLLM writes it: {"error": {..., "code": 500}}.
 _SERVER_FAULT = re.compile(rb'"code"\s*:\s*"?5\d\d\b')
@@ -89,11 +93,14 @@ class Exchange:
         "_holding",
         "_lacking",
         "_last_byte_s",
+        "_leg",
         "_observer",
         "_out",
+        "_params",
         "_paused_since_s",
         "_plane",
         "_query",
+        "_redone",
         "_request_complete",
         "_resent",
         "_response",
@@ -161,6 +168,9 @@ class Exchange:
         self._resent = False
         self._connection: ReplicaConnection | None = None
         self._dial: Dial | None = None
+        self._leg: PrefillLeg | None = None
+        self._params: bytes | None = None
+        self._redone = False
         self._response: ResponseHead | None = None
         self._observer: StreamObserver | None = None
         self._holding = False
@@ -357,6 +367,12 @@ class Exchange:
         except InvalidTarget as invalid:
             self._refuse(errors.invalid_target(invalid.header))
             return
+        if body is not None and body.transfer_params and plane.router.fleet.divided:
+            self._refuse(errors.TRANSFER_PARAMS)
+            return
+        if head.content_encoding:
+            # Nothing can be put into a compressed body.
+            query.divisible = False
         if query.rewritten_model is not None:
             self._whole = query.rewritten_body(self._whole)
         if plane.asks_usage and body is not None and body.stream and not body.include_usage:
@@ -401,14 +417,129 @@ class Exchange:
         self.assignment = assignment
         self.attempts += 1
         self._tried.append(assignment.slot)
+        if assignment.hand_off is None:
+            self._connect()
+        else:
+            self._prefill(assignment.hand_off)
+
+    # -- the prompt, where another replica computes it
+
+    def _prefill(self, hand_off: HandOff) -> None:
+        """Send the prompt to the replica that computes it, and with a push connector the request to the other."""
+        plane, replica, connector = self._plane, hand_off.replica, hand_off.settings.connector
+        self.phase = Phase.PREFILL
+        self._last_byte_s = plane.now()
+        body = prefill_body(self._whole, transfer=connector != "shared_storage")
+        head = replica_request_head(
+            self.head,
+            replica.host_header,
+            replica.base_path.encode(),
+            plane.replica_authorization(replica, self.head),
+            self.request_id,
+            len(body),
+        )
+        needs_params = connector != "shared_storage"
+        leg = self._leg = PrefillLeg(self, plane.pool(replica), head, body, plane.now, needs_params=needs_params)
+        plane.tally.prefill_legs[plane.metric_name(replica)] += 1
+        leg.start()
+        if connector == "nixl_push" and self._leg is leg:
+            identity = plane.router.hand_offs.identity(replica)
+            if identity is not None:
+                self._params = pushed_params(identity, self.request_id)
+                self._connect()
+
+    def prefilled(self, leg: PrefillLeg, answer: Prefilled) -> None:
+        """The prompt is computed: have it fetched."""
+        assignment = self.assignment
+        if leg is not self._leg or assignment is None or assignment.hand_off is None:
+            return
+        self._leg = None
+        plane, hand_off = self._plane, assignment.hand_off
+        hand_off.returned(plane.now(), answer.prompt_tokens, answer.cached_tokens)
+        plane.tally.prefill_leg_s.add(hand_off.observed_s or 0.0)
+        plane.queue.room_may_be()
+        connector = hand_off.settings.connector
+        if connector == "nixl_push" and answer.identity is not None:
+            plane.router.hand_offs.identify(hand_off.replica, answer.identity)
+        if self.phase is not Phase.PREFILL:
+            return
+        if connector == "nixl_push" and answer.identity is not None:
+            self._params = pushed_params(answer.identity, self.request_id)
+        elif connector == "nixl":
+            self._params = answer.params
         self._connect()
+
+    def prefill_failed(self, leg: PrefillLeg, cause: Cause, retry_after: bytes) -> None:
+        """The prompt is not computed: let one replica do everything."""
+        assignment = self.assignment
+        if leg is not self._leg or assignment is None or assignment.hand_off is None:
+            return
+        self._leg = None
+        plane, hand_off = self._plane, assignment.hand_off
+        hand_off.ended(plane.now(), failures.TABLE[Phase.PREFILL, cause].verdict)
+        plane.tally.prefill_failures[plane.metric_name(hand_off.replica), cause] += 1
+        if cause is Cause.BUSY:
+            plane.replica_busy(hand_off, retry_after)
+        if self._replayable():
+            self._begin_anew(cause, whole=True)
+
+    def _begin_anew(self, cause: Cause, *, whole: bool) -> None:
+        """Route the request again because its hand-off has failed; the replica that was to answer may be chosen again.
+
+        Args:
+            cause: why, for the metrics.
+            whole: one replica computes prompt and answer.
+        """
+        plane, query, assignment = self._plane, self._query, self.assignment
+        assert query is not None
+        assert assignment is not None
+        plane.tally.hand_off_fallbacks[cause] += 1
+        self._tried.remove(assignment.slot)
+        try:
+            following = plane.router.assign(query, self._tried, plane.now(), whole=whole)
+        except NoReplica:
+            # Everything is full, with this very request among what fills it: stay where it is.
+            self._tried.append(assignment.slot)
+            self._forget_attempt()
+            if assignment.hand_off is not None:
+                assignment.hand_off.ended(plane.now(), Verdict.CANCELLED)
+                assignment.hand_off = None
+            self._connect()
+            return
+        except Exception:
+            logger.exception("request %s cannot be routed again", self.request_id.decode("latin-1"))
+            self.broken_inside()
+            return
+        self._detach(Verdict.CANCELLED, keep_prefix=False)
+        self._forget_attempt()
+        self.attempts -= 1
+        self._attempt(following)
+
+    def _forget_attempt(self) -> None:
+        """Forget what belongs to one attempt."""
+        if self._leg is not None:
+            self._leg.abandon()
+            self._leg = None
+        if self._dial is not None:
+            self._dial.exchange = None
+            self._dial = None
+        if self._connection is not None:
+            self._connection.abandon()
+            self._connection = None
+        self._params = None
+        self._response = None
+        self._observer = None
+        self._held = []
+        self._held_bytes = 0
+        self._resent = False
 
     def _connect(self) -> None:
         assert self.assignment is not None
         self.phase = Phase.CONNECTING
         pool = self._plane.pool(self.assignment.replica)
-        # A body that streams through cannot be sent twice, so it is not risked on a connection that may be stale.
-        fresh = self._resent or self._handling is Handling.STREAM
+        # A body that streams through cannot be sent twice, nor can parameters of a hand-off be used twice, so they are
+        # not risked on a connection that may be stale.
+        fresh = self._resent or self._handling is Handling.STREAM or self._params is not None
         connection = None if fresh else pool.acquire()
         if connection is not None:
             self.connected(connection)
@@ -419,12 +550,22 @@ class Exchange:
         """A connection is there: send the request."""
         assert self.assignment is not None
         self._dial = None
+        hand_off = self.assignment.hand_off
+        if hand_off is not None:
+            now = self._plane.now()
+            if hand_off.expired(now):
+                connection.pool.release(connection)
+                again, self._redone = not self._redone, True
+                self._begin_anew(Cause.PREFILL_EXPIRED, whole=not again)
+                return
+            hand_off.fetching_s = now
         self._connection = connection
         self.phase = Phase.WAITING
         self.sent_s = self._last_byte_s = self._plane.now()
         replica = self.assignment.replica
         streamed = self._handling is Handling.STREAM
-        length = self.head.content_length if streamed else len(self._whole)
+        body = self._whole if self._params is None else with_transfer_params(self._whole, self._params)
+        length = self.head.content_length if streamed else len(body)
         if streamed and length is None and not self.head.chunked:
             length = 0
         self._upload_chunked = length is None
@@ -445,7 +586,7 @@ class Exchange:
             if self._request_complete and self._upload_chunked:
                 connection.write(b"0\r\n\r\n")
         else:
-            connection.send(self, head, self._whole)
+            connection.send(self, head, body)
 
     def _upload(self, data: bytes) -> None:
         connection = self._connection
@@ -490,7 +631,7 @@ class Exchange:
     def replica_failed(self, cause: Cause) -> None:
         """The connection broke."""
         self._connection = None
-        if cause is Cause.STALE and self._plane.now() - self.sent_s > STALE_WITHIN_S:
+        if cause is Cause.STALE and self._plane.now() - self.sent_s > failures.STALE_WITHIN_S:
             cause = Cause.RESET
         self._failed(cause)
 
@@ -502,6 +643,8 @@ class Exchange:
         self.status = head.status
         cause = failures.STATUS_CAUSES.get(head.status)
         if cause is not None:
+            if cause is Cause.SERVER_ERROR and self._params is not None and self._hand_off_failed():
+                return
             if cause is Cause.BUSY and self.assignment is not None:
                 self._plane.replica_busy(self.assignment, head.retry_after)
             if self._retry_elsewhere(failures.TABLE[Phase.HELD, cause]):
@@ -520,6 +663,18 @@ class Exchange:
                 self._relay_head()
         if not self._client_writable and self._connection is not None:
             self._connection.pause()
+
+    def _hand_off_failed(self) -> bool:
+        """The replica may have failed because the KV could not be fetched: compute the prompt where the answer is.
+
+        It says nothing about the replica, and it may be asked again, without parameters.
+        """
+        assignment = self.assignment
+        if assignment is None or assignment.hand_off is None or not self._replayable():
+            return False
+        self._plane.router.hand_offs.failed(assignment.hand_off, self._plane.now())
+        self._begin_anew(Cause.HAND_OFF_FAILED, whole=True)
+        return True
 
     def response_body(self, data: bytes) -> None:
         """Body bytes of the response."""
@@ -540,6 +695,10 @@ class Exchange:
             if observer.feed(data):
                 self.first_token_s = now
                 assignment.first_token(now)
+                if assignment.hand_off is not None and assignment.hand_off.fetching_s is not None:
+                    self._plane.tally.handed_off(
+                        assignment.hand_off.transfer_bytes, now - assignment.hand_off.fetching_s
+                    )
             self.last_token_s = assignment.step_seen_s[assignment.slot] = now
 
     def response_end(self) -> None:
@@ -625,8 +784,10 @@ class Exchange:
                 self._failed(Cause.FIRST_BYTE_TIMEOUT)
             elif self.assignment is not None:
                 self.assignment.presume(now_s)
-        elif phase is not Phase.CONNECTING and idle_s > limits.silence_timeout_s:
+        elif phase not in (Phase.CONNECTING, Phase.PREFILL) and idle_s > limits.silence_timeout_s:
             self._failed(Cause.SILENCE)
+        if self._leg is not None:
+            self._leg.tick(now_s, limits)
 
     def cut(self) -> None:
         """The drain limit has passed: end now."""
@@ -735,6 +896,10 @@ class Exchange:
         if self._dial is not None:
             self._dial.exchange = None
             self._dial = None
+        if self._leg is not None:
+            self._leg.abandon()
+            self._leg = None
+        self._params = None
         connection = self._connection
         if connection is not None:
             self._connection = None

@@ -25,6 +25,8 @@ class Phase(StrEnum):
     """Its body is being read, or has just been; no replica has been chosen."""
     QUEUED = "queued"
     """It is complete, or streams through, and no replica has room for it."""
+    PREFILL = "prefill"
+    """Its prompt is being computed by another replica than the one that will answer; that one has seen nothing yet."""
     CONNECTING = "connecting"
     """A connection to the replica is being made; it has seen nothing."""
     WAITING = "waiting"
@@ -66,6 +68,14 @@ class Cause(StrEnum):
     """Status 500, 502 or 504."""
     BUSY = "busy"
     """Status 429 or 503: back-pressure, not a fault."""
+    PREFILL_REFUSED = "prefill_refused"
+    """A prefill replica answered with another status than 200."""
+    PREFILL_USELESS = "prefill_useless"
+    """A prefill replica's answer does not say where the KV is: it runs another connector, or none."""
+    PREFILL_EXPIRED = "prefill_expired"
+    """The KV of the prompt may be gone by now: the lease has nearly run out."""
+    HAND_OFF_FAILED = "hand_off_failed"
+    """The replica that was to fetch the KV of a prompt answered with a server error: it may not have got it."""
     UPLOAD_STALLED = "upload_stalled"
     """The client stopped sending in the middle of a request body."""
     UPLOAD_TOO_LARGE = "upload_too_large"
@@ -82,6 +92,10 @@ class Action(StrEnum):
 
     RETRY_ELSEWHERE = "retry elsewhere"
     """Send the request to a replica that has not been tried."""
+    SERVE_WHOLE = "serve whole"
+    """Let one replica compute prompt and answer. Costs neither an attempt nor retry budget: it was planned for."""
+    PREFILL_AGAIN = "prefill again"
+    """Begin anew with the first of the two requests, once."""
     RESEND = "resend"
     """Send it once more to the same replica on a fresh connection; costs neither an attempt nor retry budget."""
     ANSWER = "answer"
@@ -113,7 +127,9 @@ class Rule:
     verdict: Verdict
 
 
-_R, _S, _A, _P, _B, _X = (
+_W, _Z, _R, _S, _A, _P, _B, _X = (
+    Action.SERVE_WHOLE,
+    Action.PREFILL_AGAIN,
     Action.RETRY_ELSEWHERE,
     Action.RESEND,
     Action.ANSWER,
@@ -149,6 +165,7 @@ _GONE = (499, "client_left", "The client left.")
 _STALLED = (499, "client_stalled", "The client stopped reading.")
 
 B, Q, C, W, H, S = Phase.READING, Phase.QUEUED, Phase.CONNECTING, Phase.WAITING, Phase.HELD, Phase.STREAMING
+F = Phase.PREFILL
 
 TABLE: dict[tuple[Phase, Cause], Rule] = {
     # phase, cause                  first choice, otherwise, answer, what it says of the replica
@@ -161,6 +178,20 @@ TABLE: dict[tuple[Phase, Cause], Rule] = {
     (Q, Cause.UPLOAD_TOO_LARGE): Rule(_A, _A, *_LARGE_BODY, Verdict.CANCELLED),
     (Q, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
     (Q, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
+    (F, Cause.REFUSED): Rule(_W, _W, *_UNREACHABLE, Verdict.CONNECT_ERROR),
+    (F, Cause.CONNECT_TIMEOUT): Rule(_W, _W, *_SLOW_CONNECT, Verdict.CONNECT_ERROR),
+    (F, Cause.NO_SOCKET): Rule(_W, _W, *_SOCKETS, Verdict.CANCELLED),
+    (F, Cause.RESET): Rule(_W, _W, *_CUT, Verdict.CUT),
+    (F, Cause.FIRST_BYTE_TIMEOUT): Rule(_W, _W, *_SLOW, Verdict.TIMEOUT),
+    (F, Cause.SILENCE): Rule(_W, _W, *_SILENT, Verdict.TIMEOUT),
+    (F, Cause.BAD_RESPONSE): Rule(_W, _W, *_GARBLED, Verdict.SERVER_ERROR),
+    (F, Cause.SERVER_ERROR): Rule(_W, _W, *_FAILED, Verdict.SERVER_ERROR),
+    (F, Cause.BUSY): Rule(_W, _W, *_BUSY, Verdict.BACKPRESSURE),
+    (F, Cause.PREFILL_REFUSED): Rule(_W, _W, *_FAILED, Verdict.CLIENT_ERROR),
+    (F, Cause.PREFILL_USELESS): Rule(_W, _W, *_FAILED, Verdict.CLIENT_ERROR),
+    (F, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
+    (F, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
+    (C, Cause.PREFILL_EXPIRED): Rule(_Z, _W, *_LATE, Verdict.CANCELLED),
     (C, Cause.REFUSED): Rule(_R, _A, *_UNREACHABLE, Verdict.CONNECT_ERROR),
     (C, Cause.CONNECT_TIMEOUT): Rule(_R, _A, *_SLOW_CONNECT, Verdict.CONNECT_ERROR),
     (C, Cause.NO_SOCKET): Rule(_R, _A, *_SOCKETS, Verdict.CANCELLED),
@@ -175,6 +206,7 @@ TABLE: dict[tuple[Phase, Cause], Rule] = {
     (W, Cause.DEADLINE): Rule(_A, _A, *_LATE, Verdict.CANCELLED),
     (W, Cause.DRAIN): Rule(_A, _A, *_STOPPING, Verdict.CANCELLED),
     (W, Cause.UPLOAD_TOO_LARGE): Rule(_A, _A, *_LARGE_BODY, Verdict.CANCELLED),
+    (H, Cause.HAND_OFF_FAILED): Rule(_W, _P, *_FAILED, Verdict.CANCELLED),
     (H, Cause.SERVER_ERROR): Rule(_R, _P, *_FAILED, Verdict.SERVER_ERROR),
     (H, Cause.BUSY): Rule(_R, _P, *_BUSY, Verdict.BACKPRESSURE),
     (H, Cause.RESET): Rule(_R, _A, *_CUT, Verdict.CUT),
@@ -193,6 +225,10 @@ TABLE: dict[tuple[Phase, Cause], Rule] = {
     **{(any_phase, Cause.CLIENT_STALLED): Rule(_X, _X, *_STALLED, Verdict.CANCELLED) for any_phase in Phase},
 }
 """Pairs that are not here cannot happen; asking for one is a bug and raises KeyError."""
+
+STALE_WITHIN_S = 1.0
+"""A reused connection lost this soon after the request was written was closed while idle: the request crossed the close
+on its way. One lost later had the request, and sending the same replica the same request again would be wrong."""
 
 HUNG_AFTER_S = 30.0
 HUNG_AFTER_PREDICTIONS = 5.0

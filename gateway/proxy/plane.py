@@ -34,6 +34,7 @@ from gateway.proxy.upstream import ReplicaPool
 from gateway.replicas.registry import Change, Replica
 from gateway.routing.assignment import Assignment
 from gateway.routing.exact_match import TokenSource
+from gateway.routing.hand_off import HandOff
 from gateway.routing.router import Router
 
 logger = logging.getLogger(__name__)
@@ -310,12 +311,12 @@ class DataPlane:
         since_s = self.now() - within_s
         return any(exchange.heard_from(replica, since_s) for exchange in self._exchanges)
 
-    def replica_busy(self, assignment: Assignment, retry_after: bytes) -> None:
+    def replica_busy(self, place: Assignment | HandOff, retry_after: bytes) -> None:
         """A replica has answered 429 or 503: spare it for as long as it asks, while others can serve."""
         # Retry-After may also be a date (RFC 9110 section 10.2.3); engines send seconds.
         asked_s = float(retry_after) if retry_after.isdigit() and len(retry_after) < 9 else _BACK_OFF_S
-        if self.router.fleet.has(assignment.replica):
-            self.router.room.spare(assignment.slot, self.now() + min(asked_s, _MAX_BACK_OFF_S))
+        if self.router.fleet.has(place.replica):
+            self.router.room.spare(place.slot, self.now() + min(asked_s, _MAX_BACK_OFF_S))
 
     def may_retry(self, exchange: Exchange) -> bool:
         """Say whether limits and budget allow one more attempt, should there be a replica for it."""
@@ -439,6 +440,8 @@ class DataPlane:
             )
         if assignment.outlook is not None:
             prefix += b"x-warmgate-slo: %b\r\n" % assignment.outlook.encode()
+        if assignment.hand_off is not None:
+            prefix += b"x-warmgate-prefill-replica: %b\r\n" % assignment.hand_off.replica.name.encode()
         return b"%bx-warmgate-expected-cached-tokens: %d\r\nx-warmgate-predicted-ttft-ms: %.1f\r\n" % (
             prefix,
             assignment.expected_cached_tokens,

@@ -93,6 +93,8 @@ def count(exchange: Exchange, tally: Tally, now_s: float, replica: str) -> None:
         tally.requests["", "", outcome, exchange.status] += 1
         return
     policy = assignment.policy
+    if assignment.hand_off is not None and outcome == Outcome.OK and query is not None:
+        tally.disaggregated[query.pool] += 1
     tally.requests[replica, policy, outcome, exchange.status] += 1
     if not replica:
         return
@@ -157,6 +159,13 @@ def log_record(exchange: Exchange, now_s: float) -> dict[str, Any]:
         record["terms"] = {name: int(value * 1e5) / 1e5 for name, value in assignment.terms.items()}
         record["expected_cached_tokens"] = assignment.expected_cached_tokens
         record["predicted_ttft_ms"] = _ms(assignment.predicted_ttft_s)
+        hand_off = assignment.hand_off
+        if hand_off is not None:
+            record["prefill_replica"] = hand_off.replica.name
+            if hand_off.observed_s is not None:
+                record["prefill_ms"] = _ms(hand_off.observed_s)
+            if hand_off.fetching_s is not None and exchange.first_token_s is not None:
+                record["hand_off_ms"] = _ms(exchange.first_token_s - hand_off.fetching_s)
         if assignment.observed_ttft_s is not None:
             record["ttft_ms"] = _ms(assignment.observed_ttft_s)
     usage = exchange.usage

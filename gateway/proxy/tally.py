@@ -86,6 +86,20 @@ class Tally:
         self.in_progress = 0
         self.queue_wait_s = Histogram(TTFT_BUCKETS_S)
         """Seconds in the queue, of requests that got a replica in the end."""
+        self.prefill_legs: defaultdict[str, int] = defaultdict(int)
+        """Prompts sent to prefill replicas, by replica."""
+        self.prefill_failures: defaultdict[tuple[str, str], int] = defaultdict(int)
+        """Of them, those that failed, by replica and cause."""
+        self.hand_off_fallbacks: defaultdict[str, int] = defaultdict(int)
+        """Hand-offs that came to nothing, by cause; the requests were routed again."""
+        self.prefill_leg_s = Histogram(TTFT_BUCKETS_S)
+        """Seconds of prompts on prefill replicas, those that succeeded."""
+        self.hand_off_s = Histogram(TTFT_BUCKETS_S)
+        """Seconds from the second request to its first token, of streams."""
+        self.hand_off_bytes = 0.0
+        """KV that was handed off by estimate, of streams."""
+        self.disaggregated: defaultdict[str, int] = defaultdict(int)
+        """Requests answered with a prompt computed elsewhere, by pool."""
         self.slo_requests: defaultdict[str, int] = defaultdict(int)
         """Requests with latency targets, by pool."""
         self.slo_results: defaultdict[tuple[str, str, str], int] = defaultdict(int)
@@ -99,6 +113,11 @@ class Tally:
         if series is None:
             series = self.series[(replica, policy)] = Series()
         return series
+
+    def handed_off(self, size_bytes: float, seconds: float) -> None:
+        """Record a hand-off: its estimated size, and the time from the second request to its first token."""
+        self.hand_off_bytes += size_bytes
+        self.hand_off_s.add(seconds)
 
     def duration(self, outcome: str, seconds: float) -> None:
         """Record a request's duration."""

@@ -147,6 +147,11 @@ class Fleet:
         """Whether some replica could serve some request."""
         return bool(self.route_slots(None))
 
+    @property
+    def divided(self) -> bool:
+        """Whether some replica is there for prefill or for decode only."""
+        return any(replica.role is not Role.MIXED for replica in self.replicas.values())
+
     # --- which replicas may serve a model
 
     def resolve(self, name: str) -> str:

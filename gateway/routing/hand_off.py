@@ -24,7 +24,7 @@ FAST 2025, Algorithm 1 (the transfer term).
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from gateway.estimator.model import model
 from gateway.estimator.predictor import Predictor
@@ -257,6 +257,7 @@ class HandOffs:
         self._corrections: dict[str, float] = {}
         self._unpaired_until_s: dict[int, float] = {}
         self._told: set[tuple[str, str]] = set()
+        self._identities: dict[int, tuple[int, Mapping[str, Any]]] = {}
         self._kv_bytes: dict[int, tuple[Replica, str | None, float]] = {}
 
     def use(self, rules: HandOffRules) -> None:
@@ -266,6 +267,15 @@ class HandOffs:
             was, now = before.of(pool), rules.of(pool)
             if (was.link_bytes_per_s, was.link_latency_s) != (now.link_bytes_per_s, now.link_latency_s):
                 del self._corrections[pool]
+
+    def identity(self, replica: Replica) -> Mapping[str, Any] | None:
+        """Return where a prefill replica's process can be reached by a decode replica, if it has ever told."""
+        known = self._identities.get(replica.slot)
+        return known[1] if known is not None and known[0] == replica.epoch else None
+
+    def identify(self, replica: Replica, identity: Mapping[str, Any]) -> None:
+        """A prefill replica has told where it can be reached."""
+        self._identities[replica.slot] = (replica.epoch, identity)
 
     def correction(self, pool: str) -> float:
         """Return observed over configured time of a model's hand-offs."""
@@ -297,6 +307,7 @@ class HandOffs:
         """The slot's replica has left or restarted."""
         self._unpaired_until_s.pop(slot, None)
         self._kv_bytes.pop(slot, None)
+        self._identities.pop(slot, None)
 
     def consider(
         self,
