@@ -20,6 +20,8 @@ _POLL_S = 2.0
 _POLL_SHARE = 50
 """Pages are fetched also when nobody asks, so that little is lost with a worker that is killed: every two seconds, but
 so seldom that it takes no more than a fiftieth of the time."""
+_SILENT = {"uptime_s": None, "connections": None, "requests_in_progress": None, "resident_memory_bytes": None}
+"""Of a worker that has not answered, or is still starting."""
 _SUMMED = ("in_flight", "decodes", "prefill_tokens", "kv_tokens")
 
 
@@ -98,9 +100,10 @@ class WorkersView:
         answers = dict(await self._ask("state"))
         return [
             {
+                **_SILENT,
+                **answers.get(worker, {}),
                 "worker": worker.number,
                 "pid": worker.pid,
-                **answers.get(worker, {}),
                 "state": worker.state,
                 "restarts": self._workers.restarts.get(worker.number, 0),
             }

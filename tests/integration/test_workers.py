@@ -136,7 +136,7 @@ async def test_a_worker_that_is_killed_costs_what_ran_on_it_and_is_replaced(
     async with serving(document(replica), tmp_path) as served, AsyncExitStack() as stack:
         clients = await connected(stack, served, 64)
         await begin_streams(clients)
-        before = await until_workers(served, lambda found: sum(worker["connections"] for worker in found) == 64)
+        before = await until_workers(served, lambda found: sum(worker["connections"] or 0 for worker in found) == 64)
         assert [worker["connections"] for worker in before] == [32, 32]
         assert all(worker["resident_memory_bytes"] > 1 << 20 for worker in before)
 
