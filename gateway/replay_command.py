@@ -10,6 +10,8 @@ from typing import Literal
 
 import click
 
+from gateway.estimator.transfer import LINKS
+
 
 @click.command()
 @click.argument("workload", metavar="TRACE|WORKLOAD")
@@ -31,6 +33,35 @@ import click
 )
 @click.option("--preset", metavar="NAME", help="A published benchmark's fleet: b2b-saas, b2b-saas-37, h200.")
 @click.option("--replicas", type=click.IntRange(min=1), help="Replicas.  [default: 8]")
+@click.option(
+    "--prefill",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of the replicas, the first so many do nothing but prefill; the others decode.",
+)
+@click.option(
+    "--disaggregation",
+    type=click.Choice(["predicted", "threshold", "always", "never"]),
+    default="predicted",
+    show_default=True,
+    help="Which prompts are computed on prefill replicas.",
+)
+@click.option("--threshold-tokens", type=click.IntRange(min=1), default=4096, show_default=True)
+@click.option(
+    "--link",
+    type=click.Choice(list(LINKS)),
+    default="100g",
+    show_default=True,
+    help="What joins prefill and decode replicas.",
+)
+@click.option(
+    "--link-latency-ms",
+    type=click.FloatRange(min=0),
+    default=2.0,
+    show_default=True,
+    help="Constant part of a hand-off.",
+)
 @click.option("--hardware", metavar="CARD[,CARD...]", help="Cards, in turn over the replicas.  [default: h100-sxm]")
 @click.option("--model", metavar="NAME|PATH", help="Model of the replicas.  [default: llama-3.1-8b]")
 @click.option("--tensor-parallel", type=click.IntRange(min=1), help="Cards per replica.  [default: 1]")
@@ -114,6 +145,11 @@ def replay(
     speed: float,
     preset: str | None,
     replicas: int | None,
+    prefill: int,
+    disaggregation: Literal["predicted", "threshold", "always", "never"],
+    threshold_tokens: int,
+    link: str,
+    link_latency_ms: float,
     hardware: str | None,
     model: str | None,
     tensor_parallel: int | None,
@@ -147,6 +183,7 @@ def replay(
     """
     from rich.console import Console
 
+    from gateway.routing.hand_off import HandOffSettings
     from loadtests.replay.figures import figures, ttfts_ms
     from loadtests.replay.options import FleetOptions, fleet, incidents, policy, slos
     from loadtests.replay.progress import PolicyBar, progress_bars
@@ -160,6 +197,7 @@ def replay(
     options = FleetOptions(
         preset=preset,
         replicas=replicas,
+        prefill=prefill,
         hardware=hardware,
         model=model,
         tensor_parallel=tensor_parallel,
@@ -187,6 +225,12 @@ def replay(
             announce_output=announce_output,
             slos=slos(slo_ttft_ms, slo_tpot_ms),
             slo_routing=slo_routing,
+            hand_off=HandOffSettings(
+                policy=disaggregation,
+                threshold_tokens=threshold_tokens,
+                link_bytes_per_s=LINKS[link],
+                link_latency_s=link_latency_ms / 1000.0,
+            ),
         )
         for name in names:
             policy(name, seed)

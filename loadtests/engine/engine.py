@@ -61,6 +61,7 @@ class Engine:
         # next step serves it before anything that waits. It is the last running one for the same reason.
         self._decodes = Decodes(limits.block_size_tokens)
         self._admissions = 0
+        self._held: dict[EngineRequest, None] = {}
 
     @property
     def waiting(self) -> int:
@@ -135,6 +136,19 @@ class Engine:
             self._leave(request)
         self._end(request, Phase.ABORTED)
         self.aborted += 1
+        return True
+
+    @property
+    def held(self) -> int:
+        """Finished requests whose blocks wait to be fetched."""
+        return len(self._held)
+
+    def release(self, request: EngineRequest) -> bool:
+        """Free the blocks that a finished request holds for another engine. Returns whether it still held them."""
+        if request not in self._held:
+            return False
+        del self._held[request]
+        self._leave(request)
         return True
 
     def reset_prefix_cache(self) -> list[int]:
@@ -245,8 +259,9 @@ class Engine:
             target = request.prompt_tokens + request.emitted
             hashes = request.block_hashes
             hit = pool.match(hashes, min((target - 1) // block_size, request.hashed_blocks))
-            chunk = min(target - hit * block_size, budget)
-            blocks = self._blocks(hit * block_size + chunk)
+            have = max(hit * block_size, min(request.external_tokens, target - 1))
+            chunk = min(target - have, budget)
+            blocks = self._blocks(have + chunk)
             if blocks - hit + pool.idle_blocks(hashes, hit) > pool.free_blocks:
                 return
             del self._waiting[request]
@@ -254,7 +269,7 @@ class Engine:
             pool.take(blocks - hit)
             request.phase = Phase.PREFILL
             request.target_tokens = target
-            request.computed_tokens = hit * block_size
+            request.computed_tokens = have
             request.blocks = blocks
             request.admission = self._admissions
             self._admissions += 1
@@ -299,7 +314,10 @@ class Engine:
             (resumed if request.emitted else first_tokens).append(request)
             request.emitted += 1
             if request.emitted == request.max_tokens:
-                self._leave(request)
+                if request.hold:
+                    self._held[request] = None
+                else:
+                    self._leave(request)
                 self._end(request, Phase.FINISHED)
                 self.completed += 1
                 finished.append(request)
@@ -322,6 +340,7 @@ class Engine:
         self._leave(request)
         request.phase = Phase.WAITING
         request.preemptions += 1
+        request.external_tokens = 0
         self._waiting[request] = None
         self._waiting.move_to_end(request, last=False)
         self.preemptions += 1

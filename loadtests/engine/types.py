@@ -54,7 +54,7 @@ class EngineLimits:
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """One sequence to prefill and decode. The first four fields are the caller's, the others the engine's.
+    """One sequence to prefill and decode. The fields up to `hold` are the caller's, the others the engine's.
 
     Args:
         id: unique among the requests of one engine.
@@ -70,6 +70,12 @@ class EngineRequest:
     prompt_tokens: int
     max_tokens: int
     block_hashes: Sequence[int] = field(default=(), repr=False)
+    external_tokens: int = 0
+    """Prompt tokens whose KV has come from another engine by the time the request is scheduled. All but the last token
+    of the prompt can. Lost with a preemption, as in vLLM."""
+    hold: bool = False
+    """Keep the blocks of a request of one token when it has finished, until `Engine.release`: another engine is to
+    fetch them."""
 
     phase: Phase = field(default=Phase.WAITING, init=False)
     cached_tokens: int = field(default=0, init=False)

@@ -74,6 +74,8 @@ class Figures:
     """Empty where all requests have the same."""
     refused: int
     """Of the errors, requests refused because no replica could keep their SLO."""
+    disaggregated: int
+    """Requests whose prompt was computed on another replica than the one that answered."""
     preemptions: int
     load_skew: float
     """Most over mean requests per replica."""
@@ -132,6 +134,7 @@ def figures(result: ReplayResult, slo: Slo | None = None) -> Figures:
         goodput=_goodput(measured, slo, makespan_s),
         goodput_by_slo=_goodput_by_slo(measured, makespan_s) if slo is None else [],
         refused=sum(record.error == REFUSED for record in measured),
+        disaggregated=sum(record.disaggregated for record in good),
         preemptions=sum(replica.preemptions for replica in result.replicas),
         load_skew=_skew(counts),
         in_flight_skew=_skew(in_flight_s),

@@ -9,6 +9,7 @@ from typing import Any
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
 from gateway.estimator.roofline import StepCost, kv_capacity_tokens, step_cost
+from gateway.replicas.spec import Role
 from loadtests.engine import EngineLimits
 from loadtests.replay.presets import PRESETS, Preset
 from loadtests.replay.settings import Incident, ReplicaModel, Slo
@@ -25,6 +26,7 @@ class FleetOptions:
     Args:
         preset: name of a preset.
         replicas: how many.
+        prefill: how many of them, the first ones, do nothing but prefill; the others then decode.
         hardware: card names, repeated in turn over the replicas.
         model: name or config.json.
         tensor_parallel: cards per replica.
@@ -39,6 +41,7 @@ class FleetOptions:
 
     preset: str | None = None
     replicas: int | None = None
+    prefill: int = 0
     hardware: str | None = None
     model: str | None = None
     tensor_parallel: int | None = None
@@ -63,6 +66,8 @@ def fleet(options: FleetOptions) -> list[ReplicaModel]:
             raise ValueError(f"unknown preset {options.preset!r}; known: {', '.join(PRESETS)}")
         preset = PRESETS[options.preset]
     count = options.replicas or preset.replicas or 8
+    if options.prefill >= count:
+        raise ValueError(f"{options.prefill} prefill replicas leave none of {count} to answer")
     names = card_names(options.hardware or preset.hardware or "h100-sxm")
     shape_name = options.model or preset.model or "llama-3.1-8b"
     degree = options.tensor_parallel or preset.tensor_parallel or 1
@@ -95,6 +100,8 @@ def fleet(options: FleetOptions) -> list[ReplicaModel]:
                 model=None if unknown else shape_name,
                 tensor_parallel=degree,
                 assumed_cost=None if unknown else assumed,
+                role=Role.MIXED if not options.prefill else Role.PREFILL if number < options.prefill else Role.DECODE,
+                kv_bytes_per_token=float(shape.kv_bytes_per_token),
             )
         )
     return replicas

@@ -19,12 +19,14 @@ class RequestRecord:
         "assignment",
         "attempts",
         "cached_tokens",
+        "disaggregated",
         "ended_s",
         "engine_request",
         "error",
         "expected_cached_tokens",
         "first_token_s",
         "predicted_ttft_s",
+        "prefill_cached_tokens",
         "query",
         "session",
         "slo",
@@ -55,6 +57,8 @@ class RequestRecord:
         """What the first attempt was promised; later ones do not begin at the arrival."""
         self.expected_cached_tokens = 0
         self.cached_tokens = 0
+        self.disaggregated = False
+        self.prefill_cached_tokens = 0
         self.first_token_s: float | None = None
         self.ended_s: float | None = None
         self.error: Outcome | str | None = None

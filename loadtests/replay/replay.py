@@ -25,6 +25,7 @@ from loadtests.replay.arrivals import Arrivals, StageSpan
 from loadtests.replay.engines import SimulatedReplica
 from loadtests.replay.events import REPORT, Events
 from loadtests.replay.kv_events import EventFeed
+from loadtests.replay.prefill_legs import PrefillLegs
 from loadtests.replay.record import RequestRecord, TokenGaps
 from loadtests.replay.settings import ReplaySettings
 from loadtests.replay.watch import Watch
@@ -84,7 +85,7 @@ class Replay:
         self._label = policy.name if label is None else label
         self._arrivals = Arrivals(load, settings.speed, self._events, self._arrive)
         self._replicas = [
-            SimulatedReplica(slot, model, self._events, self._arrivals.quiet_until, settings.kv_events)
+            SimulatedReplica(slot, model, self._events, self._quiet_until, settings.kv_events)
             for slot, model in enumerate(settings.replicas)
         ]
         for replica in self._replicas:
@@ -108,6 +109,9 @@ class Replay:
             for number, session in enumerate(session for stage in load.stages for session in stage.sessions)
         }
         self._in_engines: dict[EngineRequest, RequestRecord] = {}
+        self._legs = PrefillLegs(self._replicas, settings.hand_off, self._events, self._arrivals)
+        self._legs.on_fetched = self._fetched
+        self._legs.on_failed = self._serve_whole
         self._records: list[RequestRecord] = []
         self._gaps = TokenGaps()
         self._decisions_s = array("d")
@@ -189,7 +193,14 @@ class Replay:
         if not replica.alive:
             self._lost(record, _REFUSED)
             return
-        request = self._engine_request(record.turn, replica)
+        if assignment.hand_off is not None:
+            self._requests += 1
+            self._legs.start(str(self._requests), record, assignment, assignment.hand_off)
+            return
+        self._add(record, assignment, self._engine_request(record.turn, replica))
+
+    def _add(self, record: RequestRecord, assignment: Assignment, request: EngineRequest) -> None:
+        replica = self._replicas[assignment.slot]
         try:
             replica.add(request)
         except ValueError:
@@ -199,6 +210,35 @@ class Replay:
             return
         record.engine_request = request
         self._in_engines[request] = record
+
+    def _fetched(self, record: RequestRecord, assignment: Assignment, prefilled: EngineRequest) -> None:
+        """The KV of a prompt is where its answer will be made."""
+        replica = self._replicas[assignment.slot]
+        if not replica.alive:
+            self._lost(record, _CUT)
+            return
+        record.disaggregated = True
+        record.prefill_cached_tokens = prefilled.cached_tokens
+        request = self._engine_request(record.turn, replica)
+        request.external_tokens = request.prompt_tokens
+        self._add(record, assignment, request)
+
+    def _serve_whole(self, record: RequestRecord, assignment: Assignment) -> None:
+        """A hand-off has failed: route the request again, as the live exchange does."""
+        now_s = self._events.now_s
+        record.tried = record.tried[:-1]
+        try:
+            following = self._router.assign(record.query, record.tried, now_s, whole=True)
+        except NoReplica:
+            record.tried += (assignment.slot,)
+            self._lost(record, Outcome.CANCELLED)
+            return
+        assignment.finish(now_s, Outcome.CANCELLED, None, None, keep_prefix=False)
+        record.attempts -= 1
+        self._attempt(record, following)
+
+    def _quiet_until(self) -> float:
+        return min(self._arrivals.quiet_until(), self._legs.quiet_until())
 
     def _engine_request(self, turn: Turn, replica: SimulatedReplica) -> EngineRequest:
         self._requests += 1
@@ -267,8 +307,12 @@ class Replay:
                 self._map_learns(replica.slot, result)
         if not result.first_tokens and not result.finished:
             return
-        first = [(record, record.assignment) for record in map(in_engines.__getitem__, result.first_tokens)]
-        ended = [in_engines.pop(request) for request in result.finished]
+        if self._legs.under_way:
+            self._legs.step_ended(result, delay_s)
+        first = [
+            (record, record.assignment) for record in map(in_engines.get, result.first_tokens) if record is not None
+        ]
+        ended = [in_engines.pop(request) for request in result.finished if request in in_engines]
         if delay_s > 0:
             self._events.at(now_s + delay_s, REPORT, self._tell, first, ended)
         else:
@@ -293,6 +337,8 @@ class Replay:
             assert assignment is not None
             assert request is not None
             record.cached_tokens = request.cached_tokens
+            if record.disaggregated and assignment.hand_off is not None:
+                record.cached_tokens = record.prefill_cached_tokens
             assignment.finish(
                 now_s,
                 Outcome.OK,
@@ -321,6 +367,7 @@ class Replay:
             self._gaps.ended(request)
         for _, record in lost:
             self._lost(record, _CUT)
+        self._legs.replica_died(replica.slot)
         self._watch.died(replica)
 
     def _start_replica(self, replica: SimulatedReplica) -> None:

@@ -49,6 +49,7 @@ _COLUMNS: Sequence[Column] = (
     ("output tok/s", lambda f: f"{f.output_tokens_per_s:,.0f}"),
     ("in SLO", _goodput),
     ("skew", lambda f: f"{f.load_skew:.2f}"),
+    ("split", lambda f: f"{f.disaggregated:,}"),
     ("preempted", lambda f: f"{f.preemptions:,}"),
     ("prediction", _prediction),
 )

@@ -6,6 +6,8 @@ from typing import Literal
 
 from gateway.config import Retries
 from gateway.estimator.roofline import StepCost
+from gateway.replicas.spec import Role
+from gateway.routing.hand_off import NEUTRAL_KV_BYTES_PER_TOKEN, HandOffSettings
 from loadtests.engine import EngineLimits
 
 
@@ -19,6 +21,8 @@ class ReplicaModel:
         hardware: card in the gateway's configuration; None to let it learn.
         model: model shape in the gateway's configuration; None to let it learn.
         tensor_parallel: cards per replica in the gateway's configuration.
+        role: mixed, prefill or decode.
+        kv_bytes_per_token: keys and values of one token, for what moves between replicas.
         assumed_cost: constants the predictor starts from instead of those of `hardware` and `model`.
     """
 
@@ -28,6 +32,8 @@ class ReplicaModel:
     model: str | None = None
     tensor_parallel: int = 1
     assumed_cost: StepCost | None = None
+    role: Role = Role.MIXED
+    kv_bytes_per_token: float = NEUTRAL_KV_BYTES_PER_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,7 @@ class ReplaySettings:
         health_fall: refused probes in a row that take a replica down.
         retries: as in the gateway's configuration.
         slos: what sessions ask for, in turn.
+        hand_off: how prompts move from prefill to decode replicas; the link is the simulated one as well.
         slo_routing: the gateway is told what they ask for, and serves or refuses what no replica can keep; or is not.
     """
 
@@ -90,3 +97,4 @@ class ReplaySettings:
     retries: Retries = field(default_factory=Retries)
     slos: Sequence[Slo] = (Slo(),)
     slo_routing: Literal["off", "serve", "refuse"] = "off"
+    hand_off: HandOffSettings = field(default_factory=HandOffSettings)

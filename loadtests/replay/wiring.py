@@ -16,6 +16,7 @@ from gateway.replicas.ejection import Ejector
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Fleet
 from gateway.replicas.spec import ReplicaSpec
+from gateway.routing.hand_off import HandOffRules
 from gateway.routing.router import Router
 from gateway.routing.slo import ModelTargets, SloRules
 from loadtests.replay.events import Events
@@ -89,6 +90,7 @@ def wire(settings: ReplaySettings, policy: Policy, events: Events) -> GatewayPar
                 hardware=model.hardware,
                 model_shape=model.model,
                 tensor_parallel=model.tensor_parallel,
+                role=model.role,
             )
         )
     ejector = Ejector(fleet, BreakerSettings(), events.call_later)
@@ -106,6 +108,7 @@ def wire(settings: ReplaySettings, policy: Policy, events: Events) -> GatewayPar
         feedback=settings.feedback and not settings.kv_events,
     )
     router.slo.use(SloRules(ModelTargets(refuse=settings.slo_routing == "refuse")))
+    router.hand_offs.use(HandOffRules(settings.hand_off))
     for replica in fleet.replicas.values():
         fleet.set_up(replica, True)
     retries = settings.retries
@@ -123,4 +126,5 @@ def body_of(key: PromptKey, user: str | None, max_tokens: int | None) -> Request
         n=1,
         user=user,
         prompt=key,
+        divisible=True,
     )

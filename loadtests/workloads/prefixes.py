@@ -192,6 +192,7 @@ class MixedLengths:
         rate_per_s: Poisson arrivals per second.
         long_share: requests with a long prompt.
         long_tokens: its length.
+        system_tokens: what all prompts begin with; 0 for nothing.
         prompt_tokens: mean length of the other prompts.
         output_tokens: mean length of an answer.
         variation: standard deviation over mean of short prompts and answers.
@@ -201,6 +202,7 @@ class MixedLengths:
     rate_per_s: float = 40.0
     long_share: float = 0.01
     long_tokens: int = 100_000
+    system_tokens: int = 400
     prompt_tokens: int = 1200
     output_tokens: int = 250
     variation: float = 0.8
@@ -209,7 +211,7 @@ class MixedLengths:
         """Draw the load."""
         rng = Random(seed)
         contents = Contents(seed)
-        system = Prompt([Part(contents.new(), 400, "system")])
+        system = Prompt([Part(contents.new(), self.system_tokens, "system")] if self.system_tokens else [])
         sessions = []
         for arrival_s in poisson_arrivals_s(rng, self.rate_per_s, self.requests):
             if rng.random() < self.long_share:
