@@ -203,13 +203,13 @@ class KvEvents:
             logger.error("following a replica's KV events has failed", exc_info=task.exception())
 
     def _tick(self) -> None:
-        """What changes slowly: block sizes in use, and maps that have become as good as complete."""
+        """What changes slowly: block sizes in use, and how the maps compare with the engines' sizes."""
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
         sizes: dict[int, None] = {}
         for replica, feed in self.feeds.items():
-            blocks = replica.kv.num_gpu_blocks
             for stream in feed.streams:
                 if stream.blocks.block_tokens:
                     sizes[stream.blocks.block_tokens] = None
-                stream.blocks.expect_turnover(blocks // len(feed.streams) if blocks else None)
+            if replica.kv.num_gpu_blocks:
+                feed.compare(replica.kv.num_gpu_blocks)
         self.block_tokens = tuple(sizes)

@@ -166,13 +166,23 @@ def test_a_map_beyond_its_bound_starts_anew() -> None:
 def test_a_map_that_lacks_something_is_as_good_as_complete_after_a_turnover() -> None:
     blocks = make()
     blocks.apply([stored([1, 2], A + B)])
-    blocks.expect_turnover(2)
+    blocks.compare(2)
     assert not blocks.complete
-    blocks.apply([stored([3], C)])
-    blocks.expect_turnover(None)
-    assert not blocks.complete
-    blocks.expect_turnover(2)
+    blocks.apply([removed(2), stored([3], C)])
+    blocks.compare(2)
     assert blocks.complete
+
+
+def test_a_map_of_more_blocks_than_the_engine_has_starts_anew() -> None:
+    """vLLM tells of hits again when a client asks for it, and the counts are wrong then."""
+    blocks = make()
+    blocks.complete = True
+    blocks.apply([stored([1], A)] * 3)
+    blocks.compare(3)
+    assert len(blocks) == 1
+    blocks.apply([stored([1], A)])
+    blocks.compare(3)
+    assert (len(blocks), blocks.overflows, blocks.complete) == (0, 1, False)
 
 
 def test_the_recorded_engine_ends_with_what_it_said() -> None:

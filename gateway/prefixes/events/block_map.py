@@ -47,7 +47,7 @@ class BlockMap:
         orphans: blocks left out because their parent was unknown.
         ignored: events about other tiers of memory or other kinds of layers.
         malformed: events that contradict themselves.
-        overflows: times the map was emptied because it had grown beyond its bound.
+        overflows: times the map was emptied because it had grown beyond its bound, or beyond the engine.
     """
 
     __slots__ = (
@@ -139,11 +139,26 @@ class BlockMap:
         self.complete = complete
         return garbage
 
-    def expect_turnover(self, engine_blocks: int | None) -> None:
-        """An incomplete map of an engine that has since stored as many blocks as it has is as good as complete: what
-        it was not told of has been overwritten, but for blocks in use all the time."""
-        if not self.complete and engine_blocks and self._turnover_blocks > engine_blocks:
+    def compare(self, engine_blocks: int) -> tuple[object, ...]:
+        """Hold the map against the size of the engine's memory.
+
+        An incomplete map of an engine that has since stored as many blocks as it has is as good as complete: what it
+        was not told of has been overwritten, but for blocks in use all the time. A map of more blocks than there are
+        is wrong (vLLM tells of a block again without a removal in between when a client asks for
+        `kv_cache_report_mode: full`), and starts anew.
+
+        Args:
+            engine_blocks: blocks the engine has.
+
+        Returns:
+            What a clearing has left behind, see `clear`.
+        """
+        if len(self._blocks) + sum(self._copies.values()) - len(self._copies) > engine_blocks:
+            self.overflows += 1
+            return self.clear(complete=False)
+        if not self.complete and self._turnover_blocks > engine_blocks:
             self.complete = True
+        return ()
 
     def apply(self, events: Sequence[Event]) -> tuple[object, ...]:
         """Take in events, in order.

@@ -60,6 +60,14 @@ class _Line:
         self.stream.restarted()
         self.settle()
 
+    def compare(self, engine_blocks: int) -> None:
+        garbage = self.stream.blocks.compare(engine_blocks)
+        if garbage:
+            logger.warning(
+                "the exact map of %s (rank %d) had more blocks than the engine", self._name, self.source.rank
+            )
+            self._owner.free(list(garbage))
+
     def heard(self, sequence: int, batch: Batch | None) -> None:
         if batch is not None:
             self.stream.lag_s = time.time() - batch.sent_s
@@ -165,6 +173,11 @@ class Feed:
         """The replica's process is a new one."""
         for line in self._lines:
             line.restarted()
+
+    def compare(self, engine_blocks: int) -> None:
+        """Hold the maps against the size of the replica's memory, all ranks together."""
+        for line in self._lines:
+            line.compare(engine_blocks // len(self._lines))
 
 
 class Subscriber:
