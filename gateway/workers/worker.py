@@ -46,6 +46,7 @@ _SAID_ELSEWHERE = {
 _GIVEN_UP = 3
 """Exit code of a worker that could not start."""
 _FLUSH_S = 1.0
+_CLOSE_S = 3.0
 
 
 class Worker:
@@ -81,8 +82,8 @@ class Worker:
             await asyncio.wait({orders})
             if self._stopping is not None:
                 self._stopping.cancel()
-                await asyncio.wait({self._stopping})
-            await self._gateway.close()
+                await asyncio.wait({self._stopping}, timeout=_FLUSH_S)
+            await self._close()
         elif orders.exception() is not None:
             logger.error("the worker has failed", exc_info=orders.exception())
         await self._send_page()
@@ -166,7 +167,15 @@ class Worker:
         logger.info("stopping: draining %d requests", gateway.tally.in_progress)
         # The grace time is the supervisor's: it accepts connections as long as it lasts.
         await gateway.plane.drain(0.0, gateway.config.timeouts.drain_s)
-        await gateway.close()
+        await self._close()
+
+    async def _close(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._gateway.close()
+        except TimeoutError:
+            # No request runs any more: what does not close now ends with the process.
+            logger.error("the worker has not closed in %g s and ends as it is", _CLOSE_S)
 
 
 async def work(number: int, control: socket.socket, connections: socket.socket) -> int:
