@@ -96,7 +96,6 @@ def connect(target: RedisTarget) -> Client:
         options |= {"ssl": True, **_tls(target)}
     hosts = _hosts(match)
     if match["kind"] == "cluster":
-        options.pop("retry_on_timeout")
         return RedisCluster(startup_nodes=[ClusterNode(host, port) for host, port in hosts], **options)
     service, _, database = (match["path"] or "").partition("/")
     beside = {key: value for key, value in options.items() if key not in ("username", "password")}
@@ -120,7 +119,6 @@ async def cluster_of(client: Client, target: RedisTarget) -> Client:
     if not info.get("cluster_enabled"):
         return client
     options = _options(target)
-    options.pop("retry_on_timeout")
     tls = _tls(target) if target.url.startswith("rediss:") else {}
     cluster = RedisCluster.from_url(target.url, **options, **tls)
     await client.aclose()
@@ -134,7 +132,6 @@ def _options(target: RedisTarget) -> dict[str, Any]:
         "socket_connect_timeout": target.timeout_s,
         # Whoever fails begins a new round; a library that tries again by itself would hide a hung server.
         "retry": Retry(NoBackoff(), 0),
-        "retry_on_timeout": False,
         "protocol": 2,
         "client_name": "warmgate",
     }

@@ -36,6 +36,9 @@ _BYTES_PER_BLOCK, _BYTES_PER_SEGMENT = 32, 64
 """What a log keeps: four times its hashes, twice its records' heads. Blocks in use are told again after half of that,
 so if all of them are in use all the time, half of what is written is new."""
 _MARK_BYTES = 4096
+_NOTICED = 1
+"""In an epoch's lowest bit: it began with a restart that somebody noticed, so even who knows no earlier epoch has
+something to forget. Without it, a process start has become known, of a process that may have been there all along."""
 _SAME_RESTART_MS = 2_000
 _SAME_RESTART_S = 10.0
 """A restart noticed by another worker and by this one within so long is one, if the process does not tell its start."""
@@ -327,7 +330,7 @@ class PrefixShare:
         return not epoch_ms or epoch_ms >= known.epoch_ms - _SAME_RESTART_MS
 
     def _begin(self, known: _Known, epoch_ms: int) -> None:
-        if known.epoch_ms and epoch_ms > known.epoch_ms + _SAME_RESTART_MS:
+        if epoch_ms > known.epoch_ms + _SAME_RESTART_MS and (known.epoch_ms or epoch_ms & _NOTICED):
             self.index.clear(known.slot)
             self.counts.restarts += 1
             logger.info("%s has restarted: its part of the prefix map is empty", known.replica.name)
@@ -353,10 +356,10 @@ class PrefixShare:
         self._now_s = now_s
         start_s = replica.kv.process_start_s
         if start_s is not None:
-            epoch_ms = int(start_s * 1000)
+            epoch_ms = int(start_s * 1000) | _NOTICED
             news = epoch_ms > known.epoch_ms + _SAME_RESTART_MS
         else:
-            epoch_ms = max(wall_ms, known.epoch_ms + 1)
+            epoch_ms = max(wall_ms, known.epoch_ms) | _NOTICED
             news = now_s - known.adopted_s > _SAME_RESTART_S
         if news:
             known.epoch_ms = epoch_ms
@@ -375,8 +378,8 @@ class PrefixShare:
         index = self.index
         for known in self._by_identity.values():
             start_s = known.replica.kv.process_start_s
-            if start_s is not None and int(start_s * 1000) > known.epoch_ms:
-                self._begin(known, int(start_s * 1000))
+            if start_s is not None and (epoch_ms := int(start_s * 1000) & ~_NOTICED) > known.epoch_ms:
+                self._begin(known, epoch_ms)
             wanted[known.shard] += _BYTES_PER_BLOCK * index.blocks(known.slot)
             wanted[known.shard] += _BYTES_PER_SEGMENT * index.segments(known.slot)
         for shard, budget_bytes in zip(self._shards, wanted, strict=True):

@@ -22,7 +22,16 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from redis.asyncio import RedisCluster
-from redis.exceptions import AuthenticationError, AuthorizationError, RedisClusterException, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway.prefixes.shared import SharedIndex
 from gateway.prompt.blocks import BlockSchedule
@@ -106,7 +115,8 @@ class Sharing:
         self.errors = 0
         self.lags_s: deque[float] = deque(maxlen=_LAG_SAMPLES)
         self.longest_slice_s = 0.0
-        self._told_down = self._has_worked = False
+        self._told_reasons: set[str] = set()
+        self._has_worked = self._stopping = False
         self._started_s = clock()
         self._positions: dict[str, str] = dict.fromkeys(self._keys.logs, "0-0")
         self._births: list[bytes | None] = [None] * shards
@@ -129,8 +139,11 @@ class Sharing:
         """Write what waits and say farewell, if that takes no longer than the timeout; then close."""
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        self._stopping = True
+        while not self._task.done():
+            # More than once: a task group that fails at the same moment swallows it (before Python 3.13).
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=0.1)
         self._task = None
         client = self._client
         if client is not None:
@@ -150,7 +163,7 @@ class Sharing:
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        while True:
+        while not self._stopping:
             begun_s = self._clock()
             try:
                 await self._round()
@@ -415,8 +428,8 @@ class Sharing:
 
     def _works(self) -> None:
         self.up = True
-        if self._told_down:
-            self._told_down = False
+        if self._told_reasons:
+            self._told_reasons.clear()
             logger.info("Redis is back: the prefix map and the load are shared again")
         elif not self._has_worked:
             logger.info("the prefix map and the load are shared through Redis")
@@ -425,9 +438,10 @@ class Sharing:
     def _failed(self, error: BaseException) -> None:
         self.errors += 1
         self.up = False
-        if not self._told_down:
-            self._told_down = True
-            logger.warning("Redis is not usable (%s): routing on this worker's own map and load", _reason(error))
+        reason = _reason(error)
+        if reason not in self._told_reasons:
+            self._told_reasons.add(reason)
+            logger.warning("Redis is not usable (%s): routing on this worker's own map and load", reason)
 
     # -- the fleet
 
@@ -437,8 +451,11 @@ class Sharing:
 
 
 async def _close(client: Client) -> None:
-    with contextlib.suppress(RedisError, OSError, TimeoutError):
-        await client.aclose()
+    # The library leaves the connections to the Sentinels open.
+    sentinels = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
+    for each in (client, *(sentinels.sentinels if sentinels is not None else ())):
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            await each.aclose()
 
 
 def _order(entry_id: str) -> tuple[int, int]:
@@ -455,17 +472,19 @@ def _first(group: BaseExceptionGroup[Any]) -> BaseException:
 
 
 def _is_full(error: Exception) -> bool:
-    return isinstance(error, ResponseError) and "OOM" in str(error)
+    return isinstance(error, OutOfMemoryError) or (isinstance(error, ResponseError) and "OOM" in str(error))
 
 
 def _reason(error: BaseException) -> str:
     """Say what is wrong without the address, which may carry a password."""
     if isinstance(error, Full):
         return "it is full"
-    if isinstance(error, AuthenticationError | AuthorizationError):
+    if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
         return "wrong user or password"
     if isinstance(error, TimeoutError) or "imeout" in type(error).__name__:
         return "it does not answer"
     if isinstance(error, RedisClusterException):
         return "the cluster is not reachable"
+    if isinstance(error, OSError | RedisConnectionError):
+        return "it cannot be reached"
     return f"{type(error).__name__}: {str(error)[:120]}"

@@ -56,12 +56,20 @@ class RedisServer:
         port: stays the same over restarts.
     """
 
-    def __init__(self, folder: Path, *options: str, binary: str | None = None, port: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        binary: str | None = None,
+        port: int | None = None,
+        config: Path | None = None,
+    ) -> None:
         self.port = port or free_port()
         self.options = options
         self._binary = binary or find_servers()[0]
         self._folder = folder / f"redis-{self.port}"
-        self._folder.mkdir()
+        self._folder.mkdir(parents=True)
+        self._config = [] if config is None else [str(config)]
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -70,20 +78,13 @@ class RedisServer:
 
     async def start(self, *options: str) -> "RedisServer":
         """Start, and wait until it answers."""
-        words = [
-            self._binary,
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--dir",
-            str(self._folder),
-        ]
-        self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, in a test
-            [*words, *(options or self.options)], stdout=(self._folder / "log").open("ab"), stderr=subprocess.STDOUT
-        )
+        words = [self._binary, *self._config, "--port", str(self.port), "--bind", "127.0.0.1"]
+        if "--sentinel" not in options:
+            words += ["--save", "", "--dir", str(self._folder)]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, in a test
+                [*words, *(options or self.options)], stdout=log, stderr=log
+            )
         async with asyncio.timeout(20):
             while True:
                 try:
