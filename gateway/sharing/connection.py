@@ -8,6 +8,7 @@ rediss+sentinel://, rediss+cluster://                        the same over TLS
 unix://[user:password@]/path                                 one server on this machine
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, RedisError
 
 _URL = re.compile(
     r"(?P<scheme>rediss?)\+(?P<kind>sentinel|cluster)://(?:(?P<user>[^:@/]*)(?::(?P<password>[^@/]*))?@)?"
@@ -122,8 +123,28 @@ async def cluster_of(client: Client, target: RedisTarget) -> Client:
     tls = _tls(target) if target.url.startswith("rediss:") else {}
     cluster = RedisCluster.from_url(target.url, **options, **tls)
     await client.aclose()
-    await cluster.initialize()
+    try:
+        await cluster.initialize()
+    except BaseException:
+        await close(cluster)
+        raise
     return cluster
+
+
+async def close(client: Client) -> None:
+    """Close all of a client's connections, also those that the library leaves open."""
+    with contextlib.suppress(RedisError, OSError, TimeoutError):
+        await client.aclose()
+    nodes: list[Any] = []
+    if isinstance(client, RedisCluster):
+        # One that could not be initialised closes nothing.
+        nodes += [*client.nodes_manager.startup_nodes.values(), *client.nodes_manager.nodes_cache.values()]
+    else:
+        sentinels = getattr(client.connection_pool, "sentinel_manager", None)
+        nodes += [sentinel.connection_pool for sentinel in sentinels.sentinels] if sentinels is not None else []
+    for node in nodes:
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            await node.disconnect()
 
 
 def _options(target: RedisTarget) -> dict[str, Any]:

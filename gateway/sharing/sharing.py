@@ -25,6 +25,7 @@ from redis.asyncio import RedisCluster
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    ClusterError,
     NoPermissionError,
     OutOfMemoryError,
     RedisClusterException,
@@ -37,7 +38,7 @@ from gateway.prefixes.shared import SharedIndex
 from gateway.prompt.blocks import BlockSchedule
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Change, Fleet, Replica
-from gateway.sharing.connection import BLOCK_MS, Client, RedisTarget, cluster_of, connect
+from gateway.sharing.connection import BLOCK_MS, Client, RedisTarget, close, cluster_of, connect
 from gateway.sharing.layout import EXPIRE_S, LOAD_ENTRIES, Keys, replica_identity
 from gateway.sharing.loads import HEARTBEAT_S, LoadShare
 from gateway.sharing.messages import BadEntry
@@ -151,7 +152,7 @@ class Sharing:
                 with contextlib.suppress(RedisError, OSError, TimeoutError):
                     async with asyncio.timeout(self._target.timeout_s):
                         await self._write(client, self.loads.farewell())
-            await _close(client)
+            await close(client)
             self._client = None
         self.up = False
 
@@ -174,7 +175,7 @@ class Sharing:
                 logger.error("sharing through Redis has failed and begins anew", exc_info=_first(group))
             self.up = False
             if self._client is not None:
-                await _close(self._client)
+                await close(self._client)
                 self._client = None
             if self._clock() - begun_s > 2 * _MAX_PAUSE_S:
                 pause_s = _FIRST_PAUSE_S
@@ -450,14 +451,6 @@ class Sharing:
             self._reread.add((self.prefixes.shard_of(replica), replica_identity(replica.base_url)))
 
 
-async def _close(client: Client) -> None:
-    # The library leaves the connections to the Sentinels open.
-    sentinels = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
-    for each in (client, *(sentinels.sentinels if sentinels is not None else ())):
-        with contextlib.suppress(RedisError, OSError, TimeoutError):
-            await each.aclose()
-
-
 def _order(entry_id: str) -> tuple[int, int]:
     """Entry ids, in the order of the log."""
     ms, _, number = entry_id.partition("-")
@@ -483,8 +476,8 @@ def _reason(error: BaseException) -> str:
         return "wrong user or password"
     if isinstance(error, TimeoutError) or "imeout" in type(error).__name__:
         return "it does not answer"
-    if isinstance(error, RedisClusterException):
-        return "the cluster is not reachable"
+    if isinstance(error, RedisClusterException | ClusterError):
+        return "its cluster is down"
     if isinstance(error, OSError | RedisConnectionError):
         return "it cannot be reached"
     return f"{type(error).__name__}: {str(error)[:120]}"
