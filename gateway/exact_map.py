@@ -6,6 +6,8 @@ Apart from `gateway.app` because what it needs (pyzmq, msgspec, tokenizers, jinj
 import asyncio
 import importlib.util
 import logging
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from gateway.config import Config, KvEventsOfReplica
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SWITCH_S = 0.001
 _PACKAGES = ("zmq", "msgspec", "tokenizers", "jinja2")
 
 
@@ -71,6 +74,11 @@ class ExactMap:
         from gateway.routing.token_source import FeedTokens
 
         options, tokenizer = config.kv_events, config.tokenizer
+        # A thread that tokenises needs the interpreter for a moment now and then. While the event loop is busy it is
+        # given it after 5 ms only, the time a request waits for its tokens at all.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        # The library's own threads, for pieces of long prompts; read when it first uses them.
+        os.environ.setdefault("RAYON_NUM_THREADS", str(tokenizer.threads))
         subscriber = Subscriber(TokenChain(), options.bind, options.max_blocks, options.replay_timeout_s)
         self.events: KvEvents = KvEvents(
             fleet,

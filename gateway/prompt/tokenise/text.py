@@ -75,9 +75,7 @@ class TextTokens:
         if add_special_tokens:
             before, after = self._around
             return before + self.encode(text, False) + after
-        if self._cut is None:
-            return self._remembered(text)
-        return b"".join([self._remembered(piece) for piece in self._split(text)])
+        return b"".join(self._remembered(self._split(text) if self._cut is not None else [text]))
 
     def whole(self, text: str, add_special_tokens: bool) -> bytes:
         """Tokenise a text in one piece, memory left out: what `encode` must be equal to."""
@@ -93,26 +91,46 @@ class TextTokens:
         ends.append(len(text))
         return [text[start:end] for start, end in zip(starts, ends, strict=True)]
 
-    def _remembered(self, piece: str) -> bytes:
+    def _remembered(self, texts: list[str]) -> list[bytes]:
+        """Tokens of pieces; those not in the memory are made together, which gives way to other threads once."""
         # A lone surrogate cannot come from JSON in UTF-8, but from an escape it may.
-        key = xxh3_128_digest(piece.encode("utf-8", "surrogatepass"))
+        keys = [xxh3_128_digest(text.encode("utf-8", "surrogatepass")) for text in texts]
+        missing: dict[bytes, str] = {}
+        found: dict[bytes, bytes] = {}
+        pieces = self._pieces
         with self._lock:
-            tokens = self._pieces.get(key)
-            if tokens is not None:
-                self._pieces.move_to_end(key)
-                self.hits += 1
-                return tokens
-            self.misses += 1
-        tokens = self.whole(piece, False)
+            for key, text in zip(keys, texts, strict=True):
+                tokens = pieces.get(key)
+                if tokens is None:
+                    missing[key] = text
+                else:
+                    pieces.move_to_end(key)
+                    found[key] = tokens
+            self.misses += len(missing)
+            self.hits += len(keys) - len(missing)
+        if missing:
+            made = dict(zip(missing, self._tokenise(list(missing.values())), strict=True))
+            found.update(made)
+            with self._lock:
+                for key, tokens in made.items():
+                    self._remember(key, tokens)
+        return [found[key] for key in keys]
+
+    def _tokenise(self, texts: list[str]) -> list[bytes]:
+        if len(texts) == 1:
+            return [self.whole(texts[0], False)]
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [pack(encoding.ids) for encoding in encodings]
+
+    def _remember(self, key: bytes, tokens: bytes) -> None:
         size = len(tokens) + _ENTRY_BYTES
-        with self._lock:
-            if key not in self._pieces and size <= self._capacity_bytes:
-                self._pieces[key] = tokens
-                self._held_bytes += size
-                while self._held_bytes > self._capacity_bytes:
-                    _, dropped = self._pieces.popitem(last=False)
-                    self._held_bytes -= len(dropped) + _ENTRY_BYTES
-        return tokens
+        if key in self._pieces or size > self._capacity_bytes:
+            return
+        self._pieces[key] = tokens
+        self._held_bytes += size
+        while self._held_bytes > self._capacity_bytes:
+            _, dropped = self._pieces.popitem(last=False)
+            self._held_bytes -= len(dropped) + _ENTRY_BYTES
 
     @property
     def held_bytes(self) -> int:
