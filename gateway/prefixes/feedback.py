@@ -45,7 +45,6 @@ class _Slot:
     Attributes:
         life: changes whenever what the replica had cached is gone, or another has taken the slot.
         reports: it has reported cached tokens.
-        exact: its map follows the engine's events and needs no correction.
         pending: first new blocks of prompts that are still to be computed.
         share: how much of its capacity the map may fill.
         kept_share: moving share of promises kept; None before the first.
@@ -55,7 +54,6 @@ class _Slot:
         "block_tokens",
         "broken",
         "capacity_bytes",
-        "exact",
         "kept",
         "kept_share",
         "life",
@@ -68,7 +66,6 @@ class _Slot:
 
     def __init__(self) -> None:
         self.capacity_bytes = 0
-        self.exact = False
         self.life = 0
         self.kept = self.broken = self.unjudged = 0
         self.clear()
@@ -169,10 +166,6 @@ class CacheFeedback:
         """The replica's cache is empty now, or the replica has left; promises made before are not judged."""
         self._slot(slot).clear()
 
-    def follow_events(self, slot: int, follows: bool) -> None:
-        """The replica's map is kept exact by the engine's own events, or is not any more."""
-        self._slot(slot).exact = follows
-
     def set_capacity(self, slot: int, capacity_bytes: int, block_tokens: int | None = None) -> None:
         """Say what the replica's KV memory can hold at most.
 
@@ -193,7 +186,7 @@ class CacheFeedback:
         if cached_tokens is None:
             self._without_report(state)
             return
-        state.reports = self.enabled and not state.exact
+        state.reports = self.enabled
         matched = promise.record.matched_blocks
         if not state.reports or not matched:
             return

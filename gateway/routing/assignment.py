@@ -161,11 +161,11 @@ class Assignment:
         self._ticket.finish(now_s)
         if self.hand_off is not None:
             self.hand_off.ended(now_s, AttemptOutcome.CANCELLED)
-            # What the engine calls cached is what the other replica found in its own cache.
-            cached_tokens = None
         parts.ejector.record(self._attempt, outcome, now_s)
         if self._promise is not None:
-            self._promise.ended(prompt_tokens, cached_tokens, kept=keep_prefix)
+            # After a hand-off, what the engine calls cached is what the other replica found in its own cache.
+            told = prompt_tokens if self.hand_off is None else None
+            self._promise.ended(told, cached_tokens, kept=keep_prefix)
         parts.learn(self._query, prompt_tokens, completion_tokens)
         if self.predicted_tpot_s is not None:
             self._learn_tpot(now_s, outcome, completion_tokens)

@@ -147,14 +147,6 @@ def test_prompts_that_cannot_be_measured_are_not_judged() -> None:
     assert it.promises == (0, 0, 1)
 
 
-def test_a_replica_whose_map_follows_events_is_left_alone() -> None:
-    it = Map()
-    it.feedback.follow_events(0, True)
-    it.serve(chain(1, 10), 0)
-    it.serve(chain(1, 10), 0)
-    assert it.promises == (0, 0, 0)
-
-
 def test_off() -> None:
     it = Map(enabled=False)
     it.serve(chain(1, 10), 0)
