@@ -26,6 +26,7 @@ class ChatTemplate:
 
     Attributes:
         content_parts: it goes through the parts of a message's content itself.
+        system_first: it refuses system messages after others.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -54,6 +55,7 @@ class ChatTemplate:
         self._variables = (jinja2.meta.find_undeclared_variables(tree) | _STANDARD) - frozenset(_RESERVED)
         self._developer = "'developer'" in source or '"developer"' in source
         self.content_parts = goes_through_parts(tree)
+        self.system_first = self._refuses_late_system()
 
     def render(self, document: Document) -> str:
         """Render the prompt of a chat.
@@ -74,6 +76,17 @@ class ChatTemplate:
         except Exception as error:
             # A template refuses what it does not like with whatever exception comes of it.
             raise NoTokensError("template", f"{type(error).__name__}: {error}") from error
+
+    def _refuses_late_system(self) -> bool:
+        """Ask the template as vLLM does (`vllm/entrypoints/anthropic/serving.py`)."""
+        messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+        try:
+            self._template.render(messages=messages, add_generation_prompt=False)
+        except jinja2.TemplateError:
+            return True
+        except Exception:  # noqa: BLE001 - a template fails in whatever way it likes; this one not of its own accord
+            return False
+        return False
 
 
 class _Generation(jinja2.ext.Extension):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gateway.prompt.token_chain import MediaItem, TokenPrompt, pack
+from gateway.prompt.tokenise.anthropic import chat_of
 from gateway.prompt.tokenise.conversation import Document, NoTokensError
 from gateway.prompt.tokenise.model_files import ModelTokens
 
@@ -40,6 +41,11 @@ def _chat(document: Document, model: ModelTokens | None) -> _Tokens:
         raise NoTokensError("template", "the model has no chat template")
     text = model.template.render(document)
     return model.text.encode(text, document.get("add_special_tokens") is True), ()
+
+
+def _messages(document: Document, model: ModelTokens | None) -> _Tokens:
+    system_first = model is not None and model.template is not None and model.template.system_first
+    return _chat(chat_of(document, system_first), model)
 
 
 def _completion(document: Document, model: ModelTokens | None) -> _Tokens:
@@ -98,6 +104,7 @@ def _packed(ids: object) -> bytes:
 
 _FORMS: dict[str, Callable[[Document, ModelTokens | None], _Tokens]] = {
     "/v1/chat/completions": _chat,
+    "/v1/messages": _messages,
     "/v1/completions": _completion,
     "/inference/v1/generate": _generate,
 }
