@@ -9,18 +9,22 @@ come from different versions.
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from loadtests.compare.cell import Cell
-from loadtests.compare.scenario import TRACE
+from loadtests.compare.scenario import DEFAULT_FLEET, TRACE, Scenario
+from loadtests.replay.options import FleetOptions
 
 _ROOT = Path(__file__).parents[2]
 _SOURCES = ("policies", "gateway/estimator", "gateway/prefixes", "gateway/replicas", "gateway/routing")
 _SIMULATOR = ("loadtests/engine", "loadtests/replay", "loadtests/workloads")
+
+_IRRELEVANT = frozenset({"name", "group", "policies", "seeds", "fleet"})
+"""Fields of a scenario that say nothing about a cell, or are looked at on their own."""
 
 
 def digest_of_files(paths: Iterable[Path]) -> str:
@@ -36,6 +40,15 @@ def source_digest() -> str:
     return digest_of_files(path for part in (*_SOURCES, *_SIMULATOR) for path in sorted((_ROOT / part).rglob("*.py")))
 
 
+def _said(thing: Scenario | FleetOptions, default: Scenario | FleetOptions) -> dict[str, Any]:
+    """Fields that differ from the defaults, so that a new option leaves the names of cells alone that do without it."""
+    return {
+        field.name: value
+        for field in fields(thing)
+        if field.name not in _IRRELEVANT and (value := getattr(thing, field.name)) != getattr(default, field.name)
+    }
+
+
 def key(cell: Cell, trace_digest: str) -> str:
     """The name of a cell's file, without its suffix.
 
@@ -43,11 +56,9 @@ def key(cell: Cell, trace_digest: str) -> str:
         cell: which.
         trace_digest: `digest_of_files` of the trace.
     """
-    scenario = asdict(cell.scenario)
-    for irrelevant in ("name", "group", "policies", "seeds"):
-        del scenario[irrelevant]
     asked = {
-        "scenario": scenario,
+        "scenario": _said(cell.scenario, Scenario("", cell.scenario.group, "")),
+        "fleet": _said(cell.scenario.fleet, DEFAULT_FLEET),
         "policy": cell.policy,
         "seed": cell.seed,
         "trace": trace_digest if cell.scenario.workload == TRACE else None,
