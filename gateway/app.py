@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pydantic import SecretStr
 
 from gateway.admin.exact_map_metrics import ExactMapCollector
+from gateway.admin.hand_off_metrics import HandOffCollector
 from gateway.admin.server import AdminServer
 from gateway.admin.sharing_metrics import SharingCollector
 from gateway.admin.view import GatewayView
@@ -297,6 +298,7 @@ class Gateway:
         ledger.on_room = self.plane.queue.room_may_be
         key = config.admin.key
         self.view = GatewayView(self.plane, self._ejector, worker)
+        self.view.register(HandOffCollector(self.plane))
         if self.sharing is not None:
             self.view.register(SharingCollector(self.sharing))
         self._admin = AdminServer(

@@ -28,7 +28,8 @@ def _batches(items: Sequence[T], at_once: int) -> Iterator[Sequence[T]]:
         yield items[start : start + at_once]
 
 
-def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+def add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    """Add a histogram under its labels' values to a family."""
     running = 0
     buckets: list[tuple[str, float]] = []
     for bound, number in zip(histogram.bounds, histogram.counts, strict=False):
@@ -110,7 +111,7 @@ class GatewayCollector(Collector):
             "warmgate_request_duration_seconds", "From the request's head to its end, by outcome.", labels=["outcome"]
         )
         for outcome, histogram in tally.durations.items():
-            _add(durations, [outcome], histogram)
+            add_histogram(durations, [outcome], histogram)
         yield durations
         retries = CounterMetricFamily("warmgate_retries", "Retries, by the replica that was left.", labels=["replica"])
         for replica, number in tally.retries.items():
@@ -128,7 +129,7 @@ class GatewayCollector(Collector):
         waits = HistogramMetricFamily(
             "warmgate_queue_wait_seconds", "Time in the queue, of requests that got a replica.", labels=[]
         )
-        _add(waits, [], tally.queue_wait_s)
+        add_histogram(waits, [], tally.queue_wait_s)
         yield waits
         yield GaugeMetricFamily("warmgate_requests_in_progress", "Requests under way.", value=tally.in_progress)
 
@@ -179,10 +180,10 @@ class GatewayCollector(Collector):
         )
         for key, series in items:
             names = list(key)
-            _add(ttft, names, series.ttft_s)
-            _add(predicted, names, series.predicted_ttft_s)
-            _add(error, names, series.prediction_error)
-            _add(tpot, names, series.tpot_s)
+            add_histogram(ttft, names, series.ttft_s)
+            add_histogram(predicted, names, series.predicted_ttft_s)
+            add_histogram(error, names, series.prediction_error)
+            add_histogram(tpot, names, series.tpot_s)
             prompt.add_metric(names, series.prompt_tokens)
             output.add_metric(names, series.completion_tokens)
             expected.add_metric(names, series.expected_cached_tokens)

@@ -43,6 +43,7 @@ DecisionPolicy = Literal["predicted", "threshold", "always", "never"]
 
 NEUTRAL_KV_BYTES_PER_TOKEN = 131_072.0
 """KV of one token of an 8B model of the Llama 3 family, 16 bit: assumed where no model shape is given."""
+ELSEWHERE = 0.8
 UNPAIRED_AFTER_FAILURE_S = 10.0
 """How long a prefill replica is left alone after a decode replica could not get what it held."""
 _LEARNING_RATE = 0.1
@@ -132,6 +133,11 @@ class Prices:
 
     prefill: float = 1.0
     decode: float = 0.02
+
+    @property
+    def prefill_elsewhere(self) -> float:
+        """Price of a second of a prefill replica: less than of others, because only long prompts go there."""
+        return ELSEWHERE * self.prefill
 
 
 class HandOff:
@@ -369,7 +375,7 @@ class HandOffs:
                 slot, prompt_tokens, matched, ledger.prefill_ahead_s(slot, now_s), ledger.prefill_tokens[slot]
             )
             ttft_s = prefill_s + decode_s
-            cost_s = ttft_s + prices.prefill * own_s
+            cost_s = ttft_s + prices.prefill_elsewhere * own_s
             if best is None or cost_s < best.cost_s:
                 lacking = prompt_tokens - matched_tokens[decode_slot]
                 best = Plan(

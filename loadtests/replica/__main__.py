@@ -12,6 +12,7 @@ import click
 import uvloop
 from aiohttp import web
 
+from gateway.estimator.transfer import LINKS
 from loadtests.replica.config import ReplicaConfig
 from loadtests.replica.control import control_app
 from loadtests.replica.server import start_replica
@@ -42,6 +43,11 @@ from loadtests.replica.server import start_replica
 )
 @click.option("--bytes-per-token", type=click.IntRange(1, 7), default=4, help="UTF-8 bytes of a token.")
 @click.option("--seed", type=int, default=0, help="Other seeds make other answers.")
+@click.option("--kv-connector", type=click.Choice(["none", "nixl"]), default="none", help="To move KV to others.")
+@click.option("--kv-link", type=click.Choice(list(LINKS)), default="400g", help="What joins it with others.")
+@click.option("--kv-link-latency-ms", type=float, default=2.0, help="Constant part of a transfer.")
+@click.option("--kv-lease-s", type=float, default=30.0, help="How long KV is kept for others.")
+@click.option("--kv-load-failure-policy", type=click.Choice(["fail", "recompute"]), default="fail")
 @click.option("--kv-events/--no-kv-events", default=False, help="Publish KV events as vLLM does.")
 @click.option(
     "--kv-events-endpoint", default="tcp://*:0", help="Bound if its host is *, else connected to; port 0: any."

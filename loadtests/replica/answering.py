@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +20,10 @@ from aiohttp import web
 
 from loadtests.replica.driver import Generation
 from loadtests.replica.faults import NO_FAULTS
+from loadtests.replica.kv_transfer import LoadFailed
 from loadtests.replica.replica import FAULTS, REPLICA, Replica
 from loadtests.replica.tokens import Tokens
-from loadtests.replica.wire import Wire, open_stream
+from loadtests.replica.wire import DONE_EVENT, Wire, open_stream
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -38,11 +39,14 @@ class Choice:
     max_tokens: int
     finish_reason: str
     generation: Generation | None = None
+    remote_cached_tokens: int | None = None
     sent_tokens: int = 0
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache."""
+        """Prompt tokens found in the prefix cache, of the replica that computed the prompt."""
+        if self.remote_cached_tokens is not None:
+            return self.remote_cached_tokens
         return self.generation.request.cached_tokens if self.generation is not None else 0
 
 
@@ -58,6 +62,10 @@ class Job:
     """The answers end by themselves, not because of the client's limit."""
     n: int = 1
     stream: bool = False
+    transfer: Mapping[str, Any] | None = None
+    """What the request asks of the KV connector."""
+    name: str = ""
+    """The answer's id."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -85,10 +93,48 @@ async def answer(request: web.Request, job: Job, dialect: Dialect) -> web.Stream
     if job.stream:
         return await _stream(request, replica, job, choices, dialect)
     try:
-        await _submit(replica, job, choices)
-    finally:
+        external_tokens = await _fetched(replica, job, choices)
+        hold = _holds(replica, job)
+        await _submit(replica, job, choices, external_tokens, hold=hold)
+    except BaseException:
         _abandon(replica, choices)
-    return json_response(dialect.whole(choices))
+        raise
+    body = dialect.whole(choices)
+    generation = choices[0].generation
+    if hold and replica.kv_transfer is not None and generation is not None:
+        name = f"{job.name}-{os.urandom(4).hex()}"
+        body["kv_transfer_params"] = replica.kv_transfer.hold(name, generation.request)
+    return json_response(body)
+
+
+def _holds(replica: Replica, job: Job) -> bool:
+    """Whether the blocks of a request are kept for another replica. Only one token is ever generated then."""
+    wanted = job.transfer is not None and bool(job.transfer.get("do_remote_decode"))
+    return wanted and replica.kv_transfer is not None and not job.stream and list(job.max_tokens) == [1] and job.n == 1
+
+
+async def _fetched(replica: Replica, job: Job, choices: Sequence[Choice]) -> int:
+    """Fetch the KV of a prompt if the request says where it is; return the tokens that came.
+
+    Raises:
+        LoadFailed: it cannot be had, and is not to be computed instead.
+    """
+    params, transfer = job.transfer, replica.kv_transfer
+    if params is None or transfer is None or not params.get("do_remote_prefill"):
+        return 0
+    prompt = choices[0].prompt
+    try:
+        right = await transfer.fetch(params, prompt.count)
+    except LoadFailed:
+        if replica.config.kv_load_failure_policy == "recompute":
+            return 0
+        raise
+    for choice in choices:
+        choice.remote_cached_tokens = int(params.get("remote_prefill_cached_tokens") or 0)
+        if not right:
+            # What the blocks hold by now is another prompt's: tokens come out, and they are wrong.
+            choice.text = choice.text[::-1]
+    return prompt.count
 
 
 def json_response(body: object, status: int = 200) -> web.Response:
@@ -117,10 +163,16 @@ def _choices(replica: Replica, job: Job) -> list[Choice]:
     return choices
 
 
-async def _submit(replica: Replica, job: Job, choices: Sequence[Choice]) -> None:
+async def _submit(replica: Replica, job: Job, choices: Sequence[Choice], external_tokens: int, *, hold: bool) -> None:
     for choice in choices:
         choice.generation = replica.submit(
-            choice.prompt, job.root, choice.text, choice.max_tokens, natural_end=job.natural_end
+            choice.prompt,
+            job.root,
+            choice.text,
+            choice.max_tokens,
+            natural_end=job.natural_end,
+            external_tokens=external_tokens,
+            hold=hold,
         )
     await _finished(choices)
 
@@ -145,8 +197,9 @@ async def _finished_or_ended(choices: Sequence[Choice], wire: Wire) -> None:
 def _abandon(replica: Replica, choices: Sequence[Choice]) -> None:
     """Drop what is not done: the client is gone."""
     for choice in choices:
-        if choice.generation is not None:
-            replica.driver.abort(choice.generation)
+        if choice.generation is not None and not replica.driver.abort(choice.generation):
+            # Done, and its client has not been told where its blocks are.
+            replica.engine.release(choice.generation.request)
 
 
 async def _stream(
@@ -174,6 +227,14 @@ async def _stream(
             wire.write(events)
 
     try:
+        try:
+            external_tokens = await _fetched(replica, job, choices)
+        except LoadFailed as failure:
+            wire.write([b"data: %b\n\n" % orjson.dumps(failure.body()), DONE_EVENT])
+            await wire.finish()
+            with suppress(ConnectionResetError):
+                await response.write_eof()
+            return response
         for choice in choices:
             choice.generation = replica.submit(
                 choice.prompt,
@@ -182,6 +243,7 @@ async def _stream(
                 choice.max_tokens,
                 natural_end=job.natural_end,
                 on_progress=partial(progress, choice),
+                external_tokens=external_tokens,
             )
         await _finished_or_ended(choices, wire)
         if wire.ended is None or not wire.ended.done():

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from loadtests.replica.answering import Choice, Job, answer, answer_id
 from loadtests.replica.errors import read_body
+from loadtests.replica.kv_transfer import asked_of
 from loadtests.replica.parameters import (
     StreamOptions,
     chat_prompt,
@@ -37,9 +38,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         natural_end=asked is None,
         n=choices_per_prompt(body),
         stream=options.stream,
+        transfer=asked_of(body),
+        name=answer_id(request, "chatcmpl"),
     )
     token_ids = bool(body.get("return_token_ids"))
-    dialect = _Chat(replica, answer_id(request, "chatcmpl"), model, job, options, token_ids)
+    dialect = _Chat(replica, job.name, model, job, options, token_ids)
     return await answer(request, job, dialect)
 
 

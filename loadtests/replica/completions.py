@@ -10,6 +10,7 @@ from aiohttp import web
 
 from loadtests.replica.answering import Choice, Job, answer, answer_id
 from loadtests.replica.errors import read_body
+from loadtests.replica.kv_transfer import asked_of
 from loadtests.replica.parameters import (
     StreamOptions,
     choices_per_prompt,
@@ -39,9 +40,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
         natural_end=False,
         n=choices_per_prompt(body),
         stream=options.stream,
+        transfer=asked_of(body),
+        name=answer_id(request, "cmpl"),
     )
     token_ids = bool(body.get("return_token_ids"))
-    dialect = _Completion(replica, answer_id(request, "cmpl"), model, job, options, token_ids)
+    dialect = _Completion(replica, job.name, model, job, options, token_ids)
     return await answer(request, job, dialect)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
 from gateway.estimator.roofline import StepCost, kv_capacity_tokens, step_cost
+from gateway.estimator.transfer import LINKS
 from loadtests.engine import EngineLimits
 
 
@@ -35,6 +36,11 @@ class ReplicaConfig:
         default_max_tokens: answer length where the client sets no limit.
         keep_alive_s: idle connections are closed after this time, as uvicorn does.
         seed: other seeds make other answers.
+        kv_connector: nixl to hand KV to other replicas and to fetch it from them, or none.
+        kv_link: what joins it with others, a key of `gateway.estimator.transfer.LINKS`.
+        kv_link_latency_ms: constant part of a transfer.
+        kv_lease_s: engine seconds for which KV is kept for others.
+        kv_load_failure_policy: what happens when KV cannot be fetched: fail or recompute.
         kv_events: publish KV events.
         kv_events_endpoint: where; a wildcard host is bound (port 0 for a free one), another is connected to.
         kv_events_replay_endpoint: where missed events are sent again; None for nowhere.
@@ -60,6 +66,11 @@ class ReplicaConfig:
     default_max_tokens: int = 256
     keep_alive_s: float = 5.0
     seed: int = 0
+    kv_connector: str = "none"
+    kv_link: str = "400g"
+    kv_link_latency_ms: float = 2.0
+    kv_lease_s: float = 30.0
+    kv_load_failure_policy: str = "fail"
     kv_events: bool = False
     kv_events_endpoint: str = "tcp://*:0"
     kv_events_replay_endpoint: str | None = "tcp://*:0"
@@ -69,6 +80,10 @@ class ReplicaConfig:
             raise ValueError(f"speedup must be positive, not {self.speedup!r}")
         if not 1 <= self.bytes_per_token <= 7:
             raise ValueError(f"bytes_per_token must be 1 to 7, not {self.bytes_per_token!r}")
+        if self.kv_connector not in ("none", "nixl") or self.kv_load_failure_policy not in ("fail", "recompute"):
+            raise ValueError("kv_connector must be none or nixl, kv_load_failure_policy fail or recompute")
+        if self.kv_link not in LINKS:
+            raise ValueError(f"unknown link {self.kv_link!r}; known: {', '.join(LINKS)}")
         if min(self.stream_interval, self.default_max_tokens, self.max_model_len) < 1:
             raise ValueError("stream_interval, default_max_tokens and max_model_len must be at least 1")
 

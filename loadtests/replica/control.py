@@ -29,6 +29,7 @@ def control_routes(prefix: str) -> list[web.RouteDef]:
         web.post(f"{prefix}/reset", _reset),
         web.get(f"{prefix}/kv_blocks", _kv_blocks),
         web.post(f"{prefix}/kv_events", _kv_events),
+        web.post(f"{prefix}/kv_transfer", _kv_transfer),
     ]
 
 
@@ -68,6 +69,14 @@ def state(replica: Replica) -> dict[str, Any]:
             "used_blocks": engine.pool.used_blocks,
             "cached_blocks": engine.pool.cached_hashes,
             "steps": engine.steps,
+        },
+        "kv_transfer": None
+        if replica.kv_transfer is None
+        else {
+            "holding": replica.kv_transfer.holding,
+            "expired": replica.kv_transfer.expired,
+            "sent": replica.kv_transfer.sent,
+            "received": replica.kv_transfer.received,
         },
         "faults": replica.faults.current.as_json(),
     }
@@ -114,6 +123,17 @@ async def _kv_events(request: web.Request) -> web.Response:
         raise web.HTTPNotFound(text="no KV events here\n")
     feed.publisher.drop = int(orjson.loads(await request.read())["drop"])
     return json_response({"drop": feed.publisher.drop})
+
+
+async def _kv_transfer(request: web.Request) -> web.Response:
+    """Another replica reads KV."""
+    transfer = _replica(request).kv_transfer
+    if transfer is None:
+        raise web.HTTPNotFound(text="no KV connector here\n")
+    try:
+        return json_response(await transfer.read(orjson.loads(await request.read())))
+    except ApiError as error:
+        return json_response(error.body(), error.status)
 
 
 async def _reset(request: web.Request) -> web.Response:

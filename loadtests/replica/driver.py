@@ -215,6 +215,9 @@ class Driver:
         for request in result.first_tokens:
             metrics.prompt_tokens += request.prompt_tokens
             metrics.cached_prompt_tokens += request.cached_tokens
+            if request.external_tokens:
+                # vLLM counts the last token of the prompt as external too, though it is computed again.
+                metrics.external_prompt_tokens += request.external_tokens - request.cached_tokens
             generation = generations.get(request)
             if generation is not None:
                 generation.first_token_s = end_s

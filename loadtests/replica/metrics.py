@@ -67,6 +67,7 @@ class ReplicaMetrics:
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
+        self.external_prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.histograms = {
@@ -154,7 +155,8 @@ class MetricsPage(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         engine, metrics = self._engine, self._metrics
-        cached = metrics.cached_prompt_tokens
+        external = metrics.external_prompt_tokens
+        cached = metrics.cached_prompt_tokens + external
         for name, text, value in (
             (
                 "prefix_cache_queries",
@@ -166,8 +168,8 @@ class MetricsPage(Collector):
                 "Prefix cache hits, in terms of number of cached tokens.",
                 engine.prefix_hit_tokens,
             ),
-            ("external_prefix_cache_queries", "External prefix cache queries, in tokens.", 0),
-            ("external_prefix_cache_hits", "External prefix cache hits, in tokens.", 0),
+            ("external_prefix_cache_queries", "External prefix cache queries, in tokens.", external),
+            ("external_prefix_cache_hits", "External prefix cache hits, in tokens.", external),
             ("mm_cache_queries", "Multi-modal cache queries, in terms of number of queried items.", 0),
             ("mm_cache_hits", "Multi-modal cache hits, in terms of number of cached items.", 0),
             ("num_preemptions", "Cumulative number of preemption from the engine.", engine.preemptions),
@@ -179,7 +181,7 @@ class MetricsPage(Collector):
         by_source = {
             "local_compute": metrics.prompt_tokens - cached,
             "local_cache_hit": cached,
-            "external_kv_transfer": 0,
+            "external_kv_transfer": external,
         }
         yield self._labelled_counter(
             "prompt_tokens_by_source", "Number of prompt tokens by source.", "source", by_source

@@ -20,6 +20,7 @@ from loadtests.replica.tokens import Tokenizer, Tokens
 
 if TYPE_CHECKING:
     from loadtests.replica.kv_events import KvFeed
+    from loadtests.replica.kv_transfer import KvTransfer
 
 VERSION = "0.32.0"
 
@@ -63,6 +64,7 @@ class Replica:
         self.fingerprint = f"vllm-{VERSION}-{name}"
         self._requests = 0
         self.kv_feed: KvFeed | None = None
+        self.kv_transfer: KvTransfer | None = None
         self._roots: dict[int, tuple[str, str]] = {}
         """What the starts of hash chains stand for: adapter and salt."""
 
@@ -159,6 +161,8 @@ class Replica:
         *,
         natural_end: bool = False,
         on_progress: Callable[[int], None] | None = None,
+        external_tokens: int = 0,
+        hold: bool = False,
     ) -> Generation:
         """Start to compute a prompt and its answer.
 
@@ -169,10 +173,14 @@ class Replica:
             max_tokens: length of the answer.
             natural_end: the answer ends by itself.
             on_progress: told of tokens as they are emitted.
+            external_tokens: tokens of the prompt whose KV has come from elsewhere.
+            hold: keep the blocks of the prompt when it is done.
         """
         self._requests += 1
         hashes = self.tokenizer.block_hashes(prompt, answer, root)
-        request = EngineRequest(str(self._requests), prompt.count, max_tokens, hashes)
+        request = EngineRequest(
+            str(self._requests), prompt.count, max_tokens, hashes, external_tokens=external_tokens, hold=hold
+        )
         if self.kv_feed is not None:
             lora, salt = self._roots[root]
             data = self.tokenizer.joined(prompt, answer)

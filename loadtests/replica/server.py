@@ -21,6 +21,7 @@ from loadtests.replica.control import control_routes, state
 from loadtests.replica.errors import ApiError, error_body
 from loadtests.replica.faults import NO_FAULTS, Faults, FaultSwitch
 from loadtests.replica.generate import generate
+from loadtests.replica.kv_transfer import KvTransfer
 from loadtests.replica.messages import messages
 from loadtests.replica.replica import FAULTS, REPLICA, Replica
 from loadtests.replica.responses import responses
@@ -92,6 +93,8 @@ class RunningReplica:
     async def close(self) -> None:
         """Stop serving; requests in flight are cut off."""
         self.replica.close()
+        if self.replica.kv_transfer is not None:
+            await self.replica.kv_transfer.close()
         await self._runner.cleanup()
 
     async def __aenter__(self) -> Self:
@@ -131,6 +134,8 @@ async def start_replica(
     )
     await runner.setup()
     running = RunningReplica(replica, runner, host, listener)
+    if replica.config.kv_connector != "none":
+        replica.kv_transfer = KvTransfer(replica, host, running.port)
     try:
         replica.publish_kv_events(host, running.port)
     except OSError:
