@@ -2,28 +2,42 @@
 
 Rule: minimise over the candidates
 
-    predicted TTFT
+    predicted TTFT, of which waiting for KV memory counts wait_price only
       + prefill_price x own prefill seconds       the work is taken from everybody: its shadow price
+      + eviction_price x reuse x fullness x own prefill seconds       what the prompt drives out is computed again
       + decode_price x delay put on running decodes
+      + answer_price x expected answer x decode step      a large batch makes all its answers, and steps to join, slow
       + memory_price x share of KV memory this request would overcommit
 
-Memory is overcommitted when what the engine uses (scraped), what its running answers will still grow by, and what this
-request adds exceed what it has; then requests wait, or are preempted, for tens of seconds. Without scraped metrics the
-requests' own uncached prompts and expected answers stand in; a prefix that many share counts once at most.
+Fullness is the share of the KV memory that requests in flight take at their full length; reuse, the share of prompt
+tokens that have lately been found cached where requests went. Memory is overcommitted when fullness with this request
+exceeds one; then requests wait, or are preempted, for tens of seconds.
 
 Why not TTFT alone: two replicas with equal queues look alike to the request, but computing a prefix twice costs the
 fleet twice. Minimising TTFT greedily fragments prefixes over the fleet until every cache holds everything and none
 holds enough (Mooncake, FAST'25, Algorithm 1, is the greedy form). With prefill_price >= 1 a cached prefix is left only
 when the queue in front of it is longer than the work it saves twice over.
 
-Ties within a relative epsilon are broken at random, so that several gateways with the same view do not herd.
+Why waiting for memory counts so little: a request that leaves a replica without memory takes its whole prompt's worth
+of memory elsewhere instead of the little it needs beside the cached part, and the wait moves with it. Counted in full,
+a fleet that is short of memory ends up with all prefixes everywhere and room for none.
+
+Why the answer's time counts: replicas that hold a prefix that most requests share would otherwise serve them all, in
+ever larger batches, because a copy of the prefix never pays for itself within one request.
+
+Costs that differ by less than predictions are worth are ties, broken at random: several gateways with the same view do
+not herd, nor does all that could go anywhere go to the one replica that is ahead by a hair.
 """
 
 from random import Random
 
 from policies.types import Candidates, Choice, Column, Request
 
-_TIE = 1e-6
+_TIE = 0.02
+"""Relative difference of costs that decides nothing."""
+
+_REUSE_STEP = 0.01
+"""Weight of one request in the moving share of cached prompt tokens."""
 
 
 class PredictedTTFT:
@@ -35,13 +49,11 @@ class PredictedTTFT:
             Column.PREDICTED_TTFT_S,
             Column.OWN_PREFILL_S,
             Column.DECODE_DELAY_S,
+            Column.FULL_STEP_S,
+            Column.MEMORY_WAIT_S,
             Column.MATCHED_TOKENS,
-            Column.IN_FLIGHT,
-            Column.DECODES,
-            Column.PREFILL_TOKENS,
-            Column.KV_OWN_TOKENS,
             Column.KV_CAPACITY_TOKENS,
-            Column.ENGINE_KV_USAGE,
+            Column.KV_ROOM_TOKENS,
         }
     )
 
@@ -49,45 +61,55 @@ class PredictedTTFT:
         self,
         seed: int = 0,
         prefill_price: float = 1.0,
+        eviction_price: float = 1.0,
         decode_price: float = 0.02,
+        answer_price: float = 0.03,
         memory_price: float = 10.0,
+        wait_price: float = 0.03,
     ) -> None:
         """Make the policy.
 
         Args:
             seed: for ties.
             prefill_price: seconds of cost per second of own prefill (lambda).
+            eviction_price: the same for what it drives out, where memory is full and all of it is used again.
             decode_price: seconds of cost per second of delay summed over running decodes (mu).
+            answer_price: seconds of cost per second that the answer is expected to take after its first token.
             memory_price: seconds of cost per overcommitted share of the replica's KV memory.
+            wait_price: seconds of cost per second of waiting for KV memory.
         """
         self._random = Random(seed)
         self.prefill_price = prefill_price
+        self.eviction_price = eviction_price
         self.decode_price = decode_price
+        self.answer_price = answer_price
         self.memory_price = memory_price
+        self.wait_price = wait_price
+        self._reuse = 0.0
 
     def choose(self, request: Request, candidates: Candidates) -> Choice:
         """Pick the candidate of least cost."""
         ttft, own, delay = candidates.predicted_ttft_s, candidates.own_prefill_s, candidates.decode_delay_s
-        matched, capacity = candidates.matched_tokens, candidates.kv_capacity_tokens
-        in_flight, decodes, prefill = candidates.in_flight, candidates.decodes, candidates.prefill_tokens
-        own_kv, usage = candidates.kv_own_tokens, candidates.engine_kv_usage
+        step, waits, matched = candidates.full_step_s, candidates.memory_wait_s, candidates.matched_tokens
+        capacity, room = candidates.kv_capacity_tokens, candidates.kv_room_tokens
         prefill_price, decode_price = self.prefill_price, self.decode_price
-        output = request.expected_output_tokens
-        needed = request.prompt_tokens + output
+        eviction_price = self.eviction_price * self._reuse
+        answer_price = self.answer_price * request.expected_output_tokens
+        needed = request.prompt_tokens + request.expected_output_tokens
         best_cost = float("inf")
         best = candidates.slots[0]
         ties = 1
         for slot in candidates.slots:
-            cost = ttft[slot] + prefill_price * own[slot] + decode_price * delay[slot]
-            room = capacity[slot]
-            running = decodes[slot]
-            # Running answers are half done on average; those before their first token have everything to come.
-            held = usage[slot] * room + (in_flight[slot] - 0.5 * running) * output + prefill[slot]
-            if own_kv[slot] > held:
-                held = own_kv[slot]
-            over = held + needed - matched[slot] - room
-            if over > 0.0:
-                cost += self.memory_price * over / room
+            work = own[slot]
+            cost = ttft[slot] + prefill_price * work + decode_price * delay[slot] + answer_price * step[slot]
+            left, most = room[slot], capacity[slot]
+            if left < most:
+                cost += eviction_price * work * (1.0 - left / most if left > 0.0 else 1.0)
+                over = needed - matched[slot] - left
+                if over > 0.0:
+                    cost += self.memory_price * over / most
+                    if waits[slot]:
+                        cost -= (1.0 - self.wait_price) * waits[slot]
             if cost < best_cost * (1.0 - _TIE):
                 best_cost, best, ties = cost, slot, 1
             elif cost <= best_cost * (1.0 + _TIE):
@@ -95,14 +117,18 @@ class PredictedTTFT:
                 ties += 1
                 if self._random.random() * ties < 1.0:
                     best = slot
+        if request.prompt_tokens > 0.0:
+            self._reuse += _REUSE_STEP * (matched[best] / request.prompt_tokens - self._reuse)
+        terms = {
+            "cost_s": best_cost,
+            "ttft_s": ttft[best],
+            "own_prefill_s": own[best],
+            "decode_delay_s": delay[best],
+            "full_step_s": step[best],
+            "matched_tokens": matched[best],
+        }
+        if waits[best]:
+            terms["memory_wait_s"] = waits[best]
         return Choice(
-            best,
-            "least predicted cost" if ties == 1 else f"least predicted cost, one of {ties} alike",
-            {
-                "cost_s": best_cost,
-                "ttft_s": ttft[best],
-                "own_prefill_s": own[best],
-                "decode_delay_s": delay[best],
-                "matched_tokens": candidates.matched_tokens[best],
-            },
+            best, "least predicted cost" if ties == 1 else f"least predicted cost, one of {ties} alike", terms
         )

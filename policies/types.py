@@ -40,12 +40,18 @@ class Column(StrEnum):
     """Of those, what no other request shares: uncached prompt and expected output."""
     KV_CAPACITY_TOKENS = "kv_capacity_tokens"
     """Tokens of KV memory the engine has."""
+    KV_ROOM_TOKENS = "kv_room_tokens"
+    """Tokens of KV memory left if all answers in flight were at their full length; negative when they will not fit."""
     MATCHED_TOKENS = "matched_tokens"
     """Prompt tokens the prefix map says the replica holds. Per request."""
     OWN_PREFILL_S = "own_prefill_s"
     """Predicted seconds of prefill for the uncached part of this prompt. Per request."""
     PREDICTED_TTFT_S = "predicted_ttft_s"
     """Predicted seconds from now to the first token. Per request."""
+    FULL_STEP_S = "full_step_s"
+    """Predicted seconds of one decode step once all requests in flight decode, and this one. Per request, as well."""
+    MEMORY_WAIT_S = "memory_wait_s"
+    """Of the predicted TTFT, seconds of waiting for KV memory. Per request, like the other predictions."""
     DECODE_STEP_S = "decode_step_s"
     """Predicted seconds of one decode step with the decodes that run now. Per request, like the other predictions."""
     DECODE_DELAY_S = "decode_delay_s"
@@ -97,10 +103,13 @@ class Candidates:
     kv_tokens: Sequence[float] = ()
     kv_own_tokens: Sequence[float] = ()
     kv_capacity_tokens: Sequence[float] = ()
+    kv_room_tokens: Sequence[float] = ()
     matched_tokens: Sequence[float] = ()
     own_prefill_s: Sequence[float] = ()
     predicted_ttft_s: Sequence[float] = ()
     decode_delay_s: Sequence[float] = ()
+    full_step_s: Sequence[float] = ()
+    memory_wait_s: Sequence[float] = ()
     decode_step_s: Sequence[float] = ()
     engine_waiting: Sequence[int] = ()
     engine_running: Sequence[int] = ()

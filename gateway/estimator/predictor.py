@@ -3,8 +3,9 @@
 The engine serves prompts first come, first served in steps of a token budget (chunked prefill). What stands between a
 new request and its first token is therefore:
 
-    work = ahead + own + steps x (KV reads of the running decodes + overhead) + rest of the step in progress
-    TTFT = constant + factor x work
+    compute = ahead + own
+    memory = steps x (KV reads of the running decodes + overhead) + rest of the step in progress
+    TTFT = constant + compute factor x compute + memory factor x memory
 
 ahead: prefill seconds of the requests before it, less the progress made (the load ledger knows).
 own: compute of the uncached part of the prompt, attention to the cached part included.
@@ -12,14 +13,17 @@ steps: (tokens ahead + own tokens) / token budget, rounded up: each also decodes
 rest: without prefill ahead the request arrives in the middle of a decode step. Tokens of running answers show when
 steps end, so the rest is what is left of the step since the last of them; half a step when none came lately.
 
-Factor and constant are learned per hardware class (`calibration.py`). Replicas whose hardware or model is not given
-share neutral constants, an 8B model on a large card, and a factor that moves fast.
+Factors and constant are learned per hardware class and replica (`calibration.py`). Replicas whose hardware or model is
+not given share neutral constants, an 8B model on a large card, and factors that move fast. The hot loop reads constants
+that are corrected already.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import exp
+from typing import NamedTuple
 
-from gateway.estimator.calibration import Calibration, PredictionErrors
+from gateway.estimator.calibration import Calibration, Deviation, PredictionErrors
 from gateway.estimator.hardware import HARDWARE, hardware
 from gateway.estimator.model import MODELS, model
 from gateway.estimator.roofline import StepCost, kv_capacity_tokens, step_cost
@@ -29,6 +33,12 @@ DEFAULT_TOKEN_BUDGET = 8192
 
 _STEPS_REMEMBERED = 3.0
 """Steps after a token was last seen until which its time still tells where the engine is."""
+
+_DOUBT = 0.03
+"""Deviations from the class, as logarithms, that are taken for chance."""
+
+_ALL_AT_ONCE, _ALL_EVERY = 64, 16
+"""Observations of a class from which on its other replicas are corrected only every so often."""
 
 NEUTRAL_COST = step_cost(HARDWARE["h100-sxm"], MODELS["llama-3.1-8b"])
 
@@ -73,6 +83,20 @@ class ReplicaClass:
         return kv_capacity_tokens(hardware(self.hardware), model(self.model), self.tensor_parallel)
 
 
+def _beyond_doubt(deviation: float) -> float:
+    """What is left of a deviation less what chance alone would bring about: equal replicas must stay equal."""
+    return max(deviation - _DOUBT, 0.0) if deviation > 0.0 else min(deviation + _DOUBT, 0.0)
+
+
+class Work(NamedTuple):
+    """What a prediction consists of, before correction."""
+
+    compute_s: float
+    """Prefill, of the queue and its own."""
+    memory_s: float
+    """Reads of weights and KV."""
+
+
 class Predictor:
     """Per-slot constants and the predictions made from them."""
 
@@ -86,10 +110,14 @@ class Predictor:
         self.classes: dict[ReplicaClass, Calibration] = {}
         self.errors: list[PredictionErrors] = []
         """Prediction errors by slot."""
+        self.deviations: list[Deviation] = []
+        """By slot, from the class."""
         self._calibrations: list[Calibration] = []
         self._costs: list[StepCost] = []
-        # The costs and calibrations again, as tuples that the hot loop unpacks at once.
-        self._constants: list[tuple[float, float, float, float, float, Calibration]] = []
+        # Costs as corrected, as tuples that the hot loop unpacks at once.
+        self._constants: list[tuple[float, float, float, float, float, float, float]] = []
+        self._factors: list[tuple[float, float]] = []
+        """By slot: factors of compute and memory, class and deviation together."""
 
     def configure(self, slot: int, replica_class: ReplicaClass, cost: StepCost | None = None) -> None:
         """Set the class of the replica in a slot; forget what the slot's earlier replica did.
@@ -104,27 +132,47 @@ class Predictor:
             calibration = self.classes[replica_class] = Calibration(known_hardware=replica_class.known)
         while len(self._costs) <= slot:
             self._costs.append(NEUTRAL_COST)
-            self._constants.append((0.0, 0.0, 0.0, 0.0, 0.0, calibration))
+            self._constants.append((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+            self._factors.append((1.0, 1.0))
             self._calibrations.append(calibration)
+            self.deviations.append(Deviation())
             self.errors.append(PredictionErrors())
         if cost is None:
             cost = replica_class.cost()
         self._costs[slot] = cost
-        self._constants[slot] = (
-            cost.prefill_s_per_token,
-            cost.attention_s_per_pair,
-            cost.weights_s,
-            cost.kv_s_per_token,
-            cost.overhead_s,
-            calibration,
-        )
         self._calibrations[slot] = calibration
-        self.errors[slot] = PredictionErrors()
+        self.forget(slot)
 
-    def own_prefill_s(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
-        """Return corrected seconds of prefill for the uncached part of a prompt."""
-        uncached = prompt_tokens - cached_tokens
-        return self._calibrations[slot].factor * self._costs[slot].prefill_compute_s(uncached, cached_tokens)
+    def forget(self, slot: int) -> None:
+        """The slot's replica is another one, or a new process: what is known of its class is all that is known."""
+        self.deviations[slot] = Deviation()
+        self.errors[slot] = PredictionErrors()
+        self._correct(slot)
+
+    def _correct(self, slot: int) -> None:
+        cost, calibration, deviation = self._costs[slot], self._calibrations[slot], self.deviations[slot]
+        compute = calibration.factor * exp(_beyond_doubt(deviation.compute))
+        memory = calibration.memory_factor * exp(_beyond_doubt(deviation.memory))
+        self._factors[slot] = (compute, memory)
+        self._constants[slot] = (
+            compute * cost.prefill_s_per_token,
+            compute * cost.attention_s_per_pair,
+            memory * cost.weights_s,
+            memory * cost.kv_s_per_token,
+            memory * cost.overhead_s,
+            calibration.constant_s,
+            compute * cost.prefill_s_per_token,
+        )
+
+    def _correct_class(self, slot: int, samples: int) -> None:
+        """After an observation at a slot; the others of its class follow at once at first, and now and then later."""
+        calibration = self._calibrations[slot]
+        if samples < _ALL_AT_ONCE or samples % _ALL_EVERY == 0:
+            for other, its in enumerate(self._calibrations):
+                if its is calibration:
+                    self._correct(other)
+        else:
+            self._correct(slot)
 
     def prefill_only_s(
         self, slot: int, prompt_tokens: float, cached_tokens: float, ahead_s: float, ahead_tokens: float
@@ -138,13 +186,22 @@ class Predictor:
             ahead_s: corrected seconds of prefill ahead.
             ahead_tokens: tokens of prefill ahead.
         """
-        calibration, cost = self._calibrations[slot], self._costs[slot]
-        factor, new = calibration.factor, prompt_tokens - cached_tokens
-        own_s = factor * cost.prefill_compute_s(new, cached_tokens)
+        _, _, weights, _, overhead, constant, _ = self._constants[slot]
+        new = prompt_tokens - cached_tokens
+        own_s = self.own_prefill_s(slot, prompt_tokens, cached_tokens)
         steps = int((ahead_tokens + new) / self.token_budget) + 1
         # As in `fill`, without running decodes.
-        compute_s = max(own_s + ahead_s, factor * steps * cost.weights_s)
-        return calibration.constant_s + compute_s + factor * steps * cost.overhead_s
+        return constant + max(own_s + ahead_s, steps * weights) + steps * overhead
+
+    def own_prefill_s(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
+        """Return corrected seconds of prefill for the uncached part of a prompt."""
+        return self._factors[slot][0] * self._costs[slot].prefill_compute_s(
+            prompt_tokens - cached_tokens, cached_tokens
+        )
+
+    def work_s(self, slot: int, prefill_s: float) -> Work:
+        """Return what a prediction of `prefill_only_s` consists of, to be given back to `observe`."""
+        return self.work(slot, max(prefill_s - self._constants[slot][5], 0.0), prefill_s)
 
     def fill(
         self,
@@ -156,11 +213,14 @@ class Predictor:
         ahead_tokens: Sequence[float],
         decodes: Sequence[int],
         context_tokens: Sequence[float],
+        context_shift_tokens: Sequence[float],
         step_seen_s: Sequence[float],
         own_prefill_s: list[float],
         predicted_ttft_s: list[float],
         decode_delay_s: list[float],
         decode_step_s: list[float],
+        full_step_s: list[float],
+        kv_tokens: Sequence[float],
     ) -> None:
         """Fill the per-request columns for the candidate slots.
 
@@ -173,60 +233,107 @@ class Predictor:
             ahead_tokens: by slot, tokens of prefill ahead.
             decodes: by slot, running decodes.
             context_tokens: by slot, tokens of history that a decode step reads.
+            context_shift_tokens: by slot, to be added to these.
             step_seen_s: by slot, when a step was last seen to end.
             own_prefill_s: by slot, written: corrected seconds of own prefill.
             predicted_ttft_s: by slot, written: predicted seconds to the first token.
             decode_delay_s: by slot, written: seconds of delay put on running decodes, summed over them.
             decode_step_s: by slot, written: seconds of one decode step with the decodes that run now.
+            full_step_s: by slot, written: the same once all that is in flight decodes, and this request with it.
+            kv_tokens: by slot, prompt and expected output tokens of all in flight.
         """
         constants, budget = self._constants, self.token_budget
         for slot in slots:
-            per_token, per_pair, weights, per_kv, overhead, calibration = constants[slot]
-            factor = calibration.factor
+            per_token, per_pair, weights, per_kv, overhead, constant, decode = constants[slot]
             cached = matched_tokens[slot]
             new = prompt_tokens - cached
             own = new * (per_token + (cached + new * 0.5) * per_pair)
-            ahead = ahead_s[slot]
+            compute = ahead_s[slot] + own
             running = decodes[slot]
-            steps = int((ahead_tokens[slot] + new) / budget) + 1
-            floor = steps * weights
+            tokens = ahead_tokens[slot] + new
+            steps = int(tokens / budget) + 1 if tokens >= budget else 1
             if running:
-                compute = running * per_token
-                shared = overhead + context_tokens[slot] * per_kv
-                step = shared + (weights if weights > compute else compute)
-                work = own + steps * (shared + compute)
-                if ahead == 0.0:
+                shared = overhead + (context_tokens[slot] + context_shift_tokens[slot]) * per_kv
+                decoding = running * decode
+                step = shared + (weights if weights > decoding else decoding)
+                memory = steps * shared
+                if compute == own:
                     # In which part of a step the request arrives shows in when the last token came.
-                    passed = (now_s - step_seen_s[slot]) / (factor * step)
-                    work += step * (1.0 - passed % 1.0 if passed < _STEPS_REMEMBERED else 0.5)
-                decode_delay_s[slot] = running * factor * own
+                    passed = (now_s - step_seen_s[slot]) / step
+                    memory += step * (1.0 - passed % 1.0 if passed < _STEPS_REMEMBERED else 0.5)
+                compute += steps * decoding
+                decode_delay_s[slot] = running * own
             else:
                 step = weights + overhead
-                work = own + steps * overhead
+                memory = steps * overhead
                 decode_delay_s[slot] = 0.0
-            decode_step_s[slot] = factor * step
-            total = factor * work + ahead
-            if ahead + factor * own < factor * floor:
-                # So little to compute that reading the weights takes longer.
-                total = factor * (work + floor - own)
-            own_prefill_s[slot] = factor * own
-            predicted_ttft_s[slot] = calibration.constant_s + total
+            decode_step_s[slot] = step
+            full_step_s[slot] = weights + overhead + (kv_tokens[slot] + prompt_tokens) * per_kv
+            floor = steps * weights
+            # If there is so little to compute, reading the weights takes longer.
+            predicted_ttft_s[slot] = constant + memory + (compute if compute > floor else floor)
+            own_prefill_s[slot] = own
 
-    def work_s(self, slot: int, ttft_s: float) -> float:
-        """Return the uncorrected work behind a prediction, to be given back to `observe`."""
-        calibration = self._calibrations[slot]
-        return max(ttft_s - calibration.constant_s, 0.0) / calibration.factor
+    def uncorrected_step_s(self, slot: int, decodes: int, context_tokens: float) -> float:
+        """Return predicted seconds of one decode step of a slot, before the memory factor.
 
-    def observe(self, slot: int, work_s: float, predicted_s: float, observed_s: float) -> None:
+        Args:
+            slot: the replica.
+            decodes: answers that run.
+            context_tokens: tokens of history that the step reads.
+        """
+        return self._costs[slot].decode_step_s(decodes, context_tokens)
+
+    def memory_factor(self, slot: int) -> float:
+        """Return observed seconds per predicted second of a decode step of a slot."""
+        return self._factors[slot][1]
+
+    def excess_s(self, slot: int, own_prefill_s: float) -> float:
+        """Return by how many seconds a prompt's prefill prolongs the step that it shares with decodes."""
+        return max(own_prefill_s - self._constants[slot][2], 0.0)
+
+    def work(self, slot: int, compute_s: float, ttft_s: float) -> Work:
+        """Return what a prediction consists of, to be given back to `observe`.
+
+        Args:
+            slot: the replica.
+            compute_s: of the prediction, corrected prefill seconds: of the queue and its own.
+            ttft_s: the prediction, without waiting for KV memory.
+        """
+        compute, memory = self._factors[slot]
+        rest_s = ttft_s - self._constants[slot][5] - compute_s
+        return Work(compute_s / compute, rest_s / memory if rest_s > 0.0 else 0.0)
+
+    def observe(self, slot: int, work: Work | None, predicted_s: float, observed_s: float) -> None:
         """Learn from the first token of a request that was neither retried nor aborted.
 
         Args:
             slot: the replica.
-            work_s: uncorrected work of the prediction (`work_s`).
+            work: of the prediction (`work`); None if it says nothing of the hardware.
             predicted_s: the prediction itself.
             observed_s: seconds from selection to the first token.
         """
         calibration = self._calibrations[slot]
         self.errors[slot].add(predicted_s, observed_s)
         calibration.errors.add(predicted_s, observed_s)
-        calibration.observe(work_s, observed_s)
+        if work is None:
+            return
+        compute, _ = self._factors[slot]
+        share = min(compute * work.compute_s / max(predicted_s, 1e-9), 1.0)
+        self.deviations[slot].observe(predicted_s, observed_s, share)
+        calibration.observe(work.compute_s, observed_s, work.memory_s)
+        self._correct_class(slot, calibration.samples)
+
+    def observe_steps(self, slot: int, factor: float) -> None:
+        """Learn from an answer that has ended.
+
+        Args:
+            slot: the replica.
+            factor: observed over predicted seconds of its decode steps, before the memory factor.
+        """
+        if not 1e-3 < factor < 1e3:
+            return
+        calibration = self._calibrations[slot]
+        self.deviations[slot].observe_steps(factor / self._factors[slot][1])
+        calibration.observe_steps(factor)
+        self._correct_class(slot, calibration.answers)

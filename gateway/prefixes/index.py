@@ -12,6 +12,10 @@ Rules that everything here keeps:
   leaf, and evicting block by block from its end is exact LRU with tails before roots, as in vLLM's block pool.
 - What is inserted and touched costs new blocks (in C) plus the segments on the path, never the matched blocks.
 
+- Requests in flight hold the segments on their path, as the engine's block pool counts references: what is held is in
+  use, cannot be evicted, and counts once however many hold it. Letting go counts as use, for the engine too queues
+  blocks for eviction when they are freed.
+
 There is no map from hash to replicas over all blocks: `_roots` knows who holds a prompt's first block, and only
 those are asked. Forgetting a replica drops its tree; what it leaves in `_roots` is ignored from then on, and
 removed in slices.
@@ -47,7 +51,7 @@ class Schedule(Protocol):
 class _Segment:
     """A run of blocks of one replica, from depth `start` on."""
 
-    __slots__ = ("children", "hashes", "number", "parent", "shown", "start", "told", "used")
+    __slots__ = ("children", "hashes", "holders", "number", "parent", "shown", "start", "told", "used")
 
     def __init__(self, number: int, hashes: "array[int]", start: int, parent: int) -> None:
         self.number = number
@@ -56,6 +60,7 @@ class _Segment:
         self.parent = parent  # 0: none
         self.children: set[int] | None = None
         self.used = 0  # by which insertion, last
+        self.holders = 0  # requests in flight whose prompt it is part of
         # Where in the shared log anybody last told its blocks, and that it was used; see `shared.py`.
         self.told = self.shown = 0
 
@@ -76,7 +81,7 @@ class _Replica:
 class Record:
     """One insertion, to be undone if the request never reaches prefill."""
 
-    __slots__ = ("_used", "hashes", "matched_blocks", "slot", "used_before")
+    __slots__ = ("_held_by", "_leaf", "_used", "hashes", "matched_blocks", "slot", "used_before")
 
     def __init__(self, slot: int, hashes: list[int], matched_blocks: int, used: int) -> None:
         self.slot = slot
@@ -86,6 +91,13 @@ class Record:
         self.used_before = 0
         """By which insertion the last of those had been used last; counts up over all slots."""
         self._used = used
+        self._held_by: _Replica | None = None
+        self._leaf = 0  # the last segment it holds
+
+    @property
+    def held(self) -> bool:
+        """The map keeps it for a request in flight."""
+        return self._held_by is not None
 
 
 class PrefixIndex:
@@ -105,6 +117,8 @@ class PrefixIndex:
         self._schedule = schedule
         self._default_capacity_bytes = default_capacity_bytes
         self._replicas: list[_Replica] = []
+        self.in_use_bytes: list[int] = []
+        """By slot: canonical bytes of prompts that requests in flight hold, shared ones once."""
         self._roots: dict[int, tuple[int, ...]] = {}
         self._alone: list[tuple[int]] = []  # shared by all first blocks that one replica holds
         self._forgotten: deque[tuple[int, _Replica]] = deque()
@@ -168,6 +182,53 @@ class PrefixIndex:
         self._enter(slot, replica, segment, matched, hashes[matched:] if matched else hashes)
         return record
 
+    def hold(self, record: Record) -> bool:
+        """The request of an insertion is in flight: what it uses cannot be evicted until `release`.
+
+        Returns:
+            Whether another request in flight holds all of it already.
+        """
+        slot, hashes = record.slot, record.hashes
+        replica = self._replicas[slot]
+        segment = _segment_at(replica, hashes[-1], len(hashes) - 1)
+        if segment is None:
+            return False
+        record._held_by, record._leaf = replica, segment.number
+        shared = segment.holders > 0
+        while segment is not None:
+            if not segment.holders:
+                self.in_use_bytes[slot] += self._bytes(segment)
+            segment.holders += 1
+            segment = replica.segments.get(segment.parent)
+        return shared
+
+    def release(self, record: Record) -> None:
+        """The request has ended: what it held and nobody else holds may be evicted. Without effect the second time."""
+        slot, replica = record.slot, record._held_by
+        record._held_by = None
+        if replica is None or replica is not self._replicas[slot]:
+            return
+        segments = replica.segments
+        segment = segments.get(record._leaf)
+        while segment is not None:
+            segments.move_to_end(segment.number)
+            segment.holders -= 1
+            if not segment.holders:
+                self.in_use_bytes[slot] -= self._bytes(segment)
+            segment = segments.get(segment.parent)
+
+    def in_use_blocks(self, slot: int, hashes: list[int], depth: int) -> int:
+        """How many of the first `depth` blocks, all of them there, requests in flight hold."""
+        if not depth or slot >= len(self._replicas):
+            return 0
+        replica = self._replicas[slot]
+        segment = _segment_at(replica, hashes[depth - 1], depth - 1)
+        while segment is not None:
+            if segment.holders:
+                return min(segment.start + len(segment.hashes), depth)
+            segment = replica.segments.get(segment.parent)
+        return 0
+
     def undo(self, record: Record) -> None:
         """Take an insertion back: what it added and no later request has used is gone.
 
@@ -229,6 +290,7 @@ class PrefixIndex:
         if slot < len(self._replicas):
             replica = self._replicas[slot]
             self._replicas[slot] = _Replica(self._default_capacity_bytes)
+            self.in_use_bytes[slot] = 0
             if replica.segments:
                 self._forgotten.append((slot, replica))
 
@@ -275,6 +337,7 @@ class PrefixIndex:
         while slot >= len(replicas):
             self._alone.append((len(replicas),))
             replicas.append(_Replica(self._default_capacity_bytes))
+            self.in_use_bytes.append(0)
         return replicas[slot]
 
     def _enter(
@@ -288,6 +351,9 @@ class PrefixIndex:
         if tail:
             if segment is not None and segment.children is None:
                 segment.hashes.extend(tail)
+                if segment.holders:
+                    covered = self._schedule.covered_bytes(matched + len(tail))
+                    self.in_use_bytes[slot] += covered - self._schedule.offsets[matched]
                 replica.blocks.update(dict.fromkeys(tail, segment.number))
                 self._count(replica, matched, len(tail))
             else:
@@ -334,11 +400,17 @@ class PrefixIndex:
     def _evict(self, slot: int, replica: _Replica) -> None:
         offsets = self._schedule.offsets
         segments = replica.segments
-        while replica.held_bytes > replica.capacity_bytes and segments:
+        most, spared = max(replica.capacity_bytes, self.in_use_bytes[slot]), 0
+        while replica.held_bytes > most and segments:
             segment = segments[next(iter(segments))]
+            if segment.holders and spared <= len(segments):
+                # Its parents are in use as well, and come after it.
+                segments.move_to_end(segment.number)
+                spared += 1
+                continue
             end = segment.start + len(segment.hashes)
             # As many of its blocks as may stay.
-            allowed = offsets[end] - (replica.held_bytes - replica.capacity_bytes)
+            allowed = offsets[end] - (replica.held_bytes - most)
             depth = max(segment.start, bisect_right(offsets, allowed, segment.start, end) - 1)
             self._cut(slot, replica, segment, depth)
 
@@ -346,7 +418,10 @@ class PrefixIndex:
         """Drop a leaf's blocks from `depth` on, and the leaf itself when nothing is left of it."""
         offsets = self._schedule.offsets
         hashes, start = segment.hashes, segment.start
-        replica.held_bytes -= offsets[start + len(hashes)] - offsets[depth]
+        dropped = offsets[start + len(hashes)] - offsets[depth]
+        replica.held_bytes -= dropped
+        if segment.holders:
+            self.in_use_bytes[slot] -= dropped
         drop = replica.blocks.pop
         for block in hashes[depth - start :]:
             drop(block, None)
@@ -354,6 +429,9 @@ class PrefixIndex:
             del hashes[depth - start :]
             return
         del replica.segments[segment.number]
+        if segment.holders:
+            # Who held it will not find it any more, and so never let go of its parents.
+            self._let_go(slot, replica, segment.parent, segment.holders)
         parent = replica.segments.get(segment.parent)
         if parent is None:
             self._remove_root(slot, hashes[0])
@@ -361,6 +439,18 @@ class PrefixIndex:
             parent.children.discard(segment.number)
             if not parent.children:
                 parent.children = None
+
+    def _let_go(self, slot: int, replica: _Replica, number: int, holders: int) -> None:
+        segment = replica.segments.get(number)
+        while segment is not None:
+            segment.holders -= holders
+            if not segment.holders:
+                self.in_use_bytes[slot] -= self._bytes(segment)
+            segment = replica.segments.get(segment.parent)
+
+    def _bytes(self, segment: _Segment) -> int:
+        offsets = self._schedule.offsets
+        return offsets[segment.start + len(segment.hashes)] - offsets[segment.start]
 
 
 def _depth(blocks: dict[int, int], hashes: list[int]) -> int:
@@ -410,6 +500,7 @@ def _split(replica: _Replica, segment: _Segment, depth: int) -> _Segment:
     inside = depth - segment.start
     head = _add_segment(replica, parent, segment.hashes[:inside], segment.start)
     head.children = {segment.number}
+    head.holders = segment.holders
     head.told, head.shown = segment.told, segment.shown
     if parent is not None and parent.children is not None:
         parent.children.discard(segment.number)

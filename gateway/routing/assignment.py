@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from gateway.estimator.predictor import Predictor
+from gateway.estimator.predictor import Predictor, Work
 from gateway.prefixes.feedback import Promise
+from gateway.prefixes.index import PrefixIndex
 from gateway.replicas.breaker import Outcome as AttemptOutcome
 from gateway.replicas.ejection import Attempt, Ejector
+from gateway.replicas.kv_memory import Holding, KvMemory
 from gateway.replicas.load import LoadLedger, Ticket
 from gateway.replicas.registry import Fleet, Replica
 from gateway.routing.hand_off import HandOff, HandOffs
@@ -20,7 +22,9 @@ class Releases(Protocol):
 
     fleet: Fleet
     ejector: Ejector
+    index: PrefixIndex
     ledger: LoadLedger
+    memory: KvMemory
     predictor: Predictor
     slo: SloFilter
     hand_offs: HandOffs
@@ -49,11 +53,13 @@ class Assignment:
     __slots__ = (
         "_attempt",
         "_first",
+        "_holding",
+        "_own_prefill_s",
         "_parts",
         "_promise",
         "_query",
         "_ticket",
-        "_work_s",
+        "_work",
         "assigned_s",
         "expected_cached_tokens",
         "finished",
@@ -80,9 +86,11 @@ class Assignment:
         now_s: float,
         expected_cached_tokens: int,
         predicted_ttft_s: float,
-        work_s: float,
+        own_prefill_s: float,
+        work: Work | None,
         ticket: Ticket,
         promise: Promise | None,
+        holding: Holding,
         attempt: Attempt,
         first: bool,
         outlook: Outlook | None = None,
@@ -102,9 +110,11 @@ class Assignment:
         self.observed_ttft_s: float | None = None
         self.finished = False
         self.step_seen_s = parts.ledger.step_seen_s
-        self._work_s = work_s
+        self._own_prefill_s = own_prefill_s
+        self._work = work
         self._ticket = ticket
         self._promise = promise
+        self._holding = holding
         self._attempt = attempt
         self._first = first
         self.outlook = outlook
@@ -116,7 +126,7 @@ class Assignment:
         if self.observed_ttft_s is not None or self.finished:
             return
         self.observed_ttft_s = now_s - self.assigned_s
-        self._ticket.first_token(now_s)
+        self._decodes(now_s)
         if self._promise is not None:
             self._promise.computed()
         self._parts.ejector.answered(self._attempt)
@@ -127,12 +137,24 @@ class Assignment:
             return
         # The slot may belong to another replica by now.
         if self._first and self._query.key is not None and self._parts.fleet.has(self.replica):
-            self._parts.predictor.observe(self.slot, self._work_s, self.predicted_ttft_s, self.observed_ttft_s)
+            self._parts.predictor.observe(self.slot, self._work, self.predicted_ttft_s, self.observed_ttft_s)
 
     def presume(self, now_s: float) -> None:
         """A request that is not streamed shows no first token: count it as decoding once it should be."""
         if not self._query.stream and now_s - self.assigned_s > self.predicted_ttft_s:
-            self._ticket.first_token(now_s)
+            self._decodes(now_s)
+
+    def _decodes(self, now_s: float) -> None:
+        """Its prefill is done: it decodes from now on."""
+        self._ticket.first_token(now_s)
+        predictor, slot = self._parts.predictor, self.slot
+        excess_s = predictor.excess_s(slot, self._own_prefill_s)
+        self._parts.memory.first_token(self._holding, now_s, self._step_s(), predictor.memory_factor(slot), excess_s)
+
+    def _step_s(self) -> float:
+        parts, slot = self._parts, self.slot
+        context_tokens = parts.ledger.context_tokens[slot] + parts.memory.context_shift_tokens[slot]
+        return parts.predictor.uncorrected_step_s(slot, parts.ledger.decodes[slot], context_tokens)
 
     def finish(
         self,
@@ -162,6 +184,14 @@ class Assignment:
         if self.hand_off is not None:
             self.hand_off.ended(now_s, AttemptOutcome.CANCELLED)
         parts.ejector.record(self._attempt, outcome, now_s)
+        if self._promise is not None:
+            parts.index.release(self._promise.record)
+        predictor, slot = parts.predictor, self.slot
+        factor = parts.memory.finish(
+            self._holding, now_s, self._step_s(), predictor.memory_factor(slot), completion_tokens
+        )
+        if factor is not None and self._first and self.observed_ttft_s is not None and outcome is AttemptOutcome.OK:
+            predictor.observe_steps(slot, factor)
         if self._promise is not None:
             # After a hand-off, what the engine calls cached is what the other replica found in its own cache.
             told = prompt_tokens if self.hand_off is None else None

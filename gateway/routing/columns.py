@@ -10,6 +10,7 @@ from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import BlockSchedule, PromptKey
 from gateway.prompt.token_chain import TokenPrompt
+from gateway.replicas.kv_memory import KvMemory
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Fleet
 from gateway.routing.exact_match import Match, TokenMatch
@@ -24,7 +25,14 @@ seldom against requests."""
 
 _ENGINE_COLUMNS = frozenset({Column.ENGINE_WAITING, Column.ENGINE_RUNNING, Column.ENGINE_KV_USAGE})
 _PREDICTED_COLUMNS = frozenset(
-    {Column.PREDICTED_TTFT_S, Column.OWN_PREFILL_S, Column.DECODE_DELAY_S, Column.DECODE_STEP_S}
+    {
+        Column.PREDICTED_TTFT_S,
+        Column.OWN_PREFILL_S,
+        Column.DECODE_DELAY_S,
+        Column.DECODE_STEP_S,
+        Column.FULL_STEP_S,
+        Column.MEMORY_WAIT_S,
+    }
 )
 
 
@@ -34,31 +42,42 @@ class Columns:
     Attributes:
         candidates: the view that policies get; its `slots` are set per request.
         matched_tokens, own_prefill_s, predicted_ttft_s: per-request columns the router reads as well.
-        capacity_tokens: KV capacity by slot.
+        memory_wait_s: by slot, the part of the predicted TTFT that is waiting for KV memory; per request.
         block_tokens: the engines' block sizes by slot.
         token_match: what the engines themselves have told; None without KV events.
     """
 
     def __init__(
-        self, fleet: Fleet, ledger: LoadLedger, index: PrefixIndex, predictor: Predictor, schedule: BlockSchedule
+        self,
+        fleet: Fleet,
+        ledger: LoadLedger,
+        memory: KvMemory,
+        index: PrefixIndex,
+        predictor: Predictor,
+        schedule: BlockSchedule,
     ) -> None:
         self._fleet = fleet
         self._ledger = ledger
+        self._memory = memory
         self._index = index
         self._predictor = predictor
         self._offsets = schedule.offsets
-        self.capacity_tokens: list[float] = []
         self.block_tokens: list[int] = []
         self.matched_tokens: list[float] = []
         self.own_prefill_s: list[float] = []
         self.predicted_ttft_s: list[float] = []
+        self.memory_wait_s: list[float] = []
         self._ahead_s: list[float] = []
         self._delay_s: list[float] = []
         self._step_s: list[float] = []
+        self._full_step_s: list[float] = []
         self._names: list[str] = []
         self._waiting: list[int] = []
         self._running: list[int] = []
         self._kv_usage: list[float] = []
+        self._waits: list[int] = []
+        self._key: PromptKey | None = None
+        self._scraped_at_s: list[float | None] = []
         self._matched: Sequence[tuple[int, int]] = ()
         self.token_match: TokenMatch | None = None
         self._matched_by_tokens: Sequence[Match] = ()
@@ -73,11 +92,14 @@ class Columns:
             decodes=ledger.decodes,
             kv_tokens=ledger.kv_tokens,
             kv_own_tokens=ledger.kv_own_tokens,
-            kv_capacity_tokens=self.capacity_tokens,
+            kv_capacity_tokens=memory.capacity_tokens,
+            kv_room_tokens=memory.room_tokens,
             matched_tokens=self.matched_tokens,
             own_prefill_s=self.own_prefill_s,
             predicted_ttft_s=self.predicted_ttft_s,
             decode_delay_s=self._delay_s,
+            memory_wait_s=self.memory_wait_s,
+            full_step_s=self._full_step_s,
             decode_step_s=self._step_s,
             engine_waiting=self._waiting,
             engine_running=self._running,
@@ -88,18 +110,20 @@ class Columns:
         """Make room for a slot, and set what is known of its replica."""
         while len(self._names) <= slot:
             for column in (
-                self.capacity_tokens,
+                self.memory_wait_s,
                 self.matched_tokens,
                 self.own_prefill_s,
                 self.predicted_ttft_s,
                 self._ahead_s,
                 self._delay_s,
                 self._step_s,
+                self._full_step_s,
                 self._kv_usage,
             ):
                 column.append(0.0)
             self._waiting.append(0)
             self._running.append(0)
+            self._scraped_at_s.append(None)
             self.block_tokens.append(ENGINE_BLOCK_TOKENS)
             self._names.append("")
         self._names[slot] = name
@@ -109,6 +133,8 @@ class Columns:
         """Compute from now on what a policy declares that it reads, and nothing else."""
         self._reads_engine = not _ENGINE_COLUMNS.isdisjoint(reads)
         self._reads_predictions = not _PREDICTED_COLUMNS.isdisjoint(reads)
+        # Predictions of waiting for memory are set right by what engines say they hold.
+        self._reads_engine = self._reads_engine or self._reads_predictions
         self._reads_ahead = self._reads_predictions or Column.PREFILL_S in reads
         self._engine_read_s = float("-inf")
 
@@ -132,6 +158,7 @@ class Columns:
         Returns:
             The view for the policy. Call `clear` when it is not needed any more.
         """
+        self._key = key
         if key is not None and not key.computed_anew:
             self._match(key, prompt_tokens)
             if tokens is not None and self.token_match is not None:
@@ -165,6 +192,10 @@ class Columns:
         for slot, _ in self._matched:
             tokens[slot] = 0.0
         self._matched = ()
+        if self._waits:
+            for slot in self._waits:
+                self.memory_wait_s[slot] = 0.0
+            self._waits.clear()
         for slot, _, _ in self._matched_by_tokens:
             tokens[slot] = 0.0
         self._matched_by_tokens = ()
@@ -199,12 +230,33 @@ class Columns:
             ledger.prefill_tokens,
             ledger.decodes,
             ledger.context_tokens,
+            self._memory.context_shift_tokens,
             ledger.step_seen_s,
             self.own_prefill_s,
             self.predicted_ttft_s,
             self._delay_s,
             self._step_s,
+            self._full_step_s,
+            ledger.kv_tokens,
         )
+        memory = self._memory
+        if memory.crowded or prompt_tokens >= memory.look_from_tokens:
+            room = memory.room_tokens
+            for slot in slots:
+                if room[slot] < prompt_tokens:
+                    self._wait_for_memory(slot, prompt_tokens, now_s)
+
+    def _wait_for_memory(self, slot: int, prompt_tokens: float, now_s: float) -> None:
+        in_use_tokens, key = 0.0, self._key
+        if self._matched and key is not None:
+            depth = next((blocks for holder, blocks in self._matched if holder == slot), 0)
+            blocks = self._index.in_use_blocks(slot, key.hashes, depth)
+            in_use_tokens = self._offsets[blocks] * prompt_tokens / key.canonical_bytes
+        wait_s = self._memory.wait_s(slot, prompt_tokens - in_use_tokens, now_s)
+        if wait_s > 0.0:
+            self.memory_wait_s[slot] = wait_s
+            self.predicted_ttft_s[slot] += wait_s
+            self._waits.append(slot)
 
     def _read_engines(self, now_s: float) -> None:
         """Copy what the engines' metrics last said."""
@@ -215,3 +267,7 @@ class Columns:
                 self._waiting[slot] = kv.waiting or 0
                 self._running[slot] = kv.running or 0
                 self._kv_usage[slot] = kv.kv_usage or 0.0
+                if kv.scraped_at_s != self._scraped_at_s[slot]:
+                    self._scraped_at_s[slot] = kv.scraped_at_s
+                    if kv.kv_usage is not None and kv.waiting == 0:
+                        self._memory.saw_usage(slot, kv.kv_usage, now_s)

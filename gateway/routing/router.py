@@ -19,6 +19,7 @@ from gateway.prompt.body import RequestBody
 from gateway.prompt.token_chain import TokenPrompt
 from gateway.prompt.tokens import TokensPerByte
 from gateway.replicas.ejection import Ejector
+from gateway.replicas.kv_memory import KvMemory
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Change, Fleet, Replica
 from gateway.routing.assignment import Assignment
@@ -82,7 +83,8 @@ class Router:
         self.feedback = CacheFeedback(index, schedule, enabled=feedback)
         self.tokens = tokens
         self.predictor = predictor
-        self._columns = Columns(fleet, ledger, index, predictor, schedule)
+        self.memory = KvMemory(index.in_use_bytes)
+        self._columns = Columns(fleet, ledger, self.memory, index, predictor, schedule)
         self.slo = SloFilter(ledger, predictor, self._columns)
         self.hand_offs = HandOffs(fleet, ledger, predictor)
         self._offsets = schedule.offsets
@@ -243,7 +245,7 @@ class Router:
                 if plan is not None:
                     slot = plan.decode_slot
                     choice = Choice(slot, plan.reason, plan.terms())
-            cached_tokens = columns.matched_tokens[slot]
+            cached_tokens, wait_s = columns.matched_tokens[slot], columns.memory_wait_s[slot]
             if targets is not None and outlook is not None:
                 slo.explain(choice, outlook, len(slots), targets, now_s)
         finally:
@@ -265,6 +267,20 @@ class Router:
             request.expected_output_tokens,
             computed_elsewhere=hand_off is not None,
         )
+        promise, tail_tokens = None, prompt_tokens
+        if key is not None and key.hashes:
+            promise = self._promise(slot, key)
+            # Another request in flight that holds all of the prompt holds its unfinished block as well.
+            if self.index.hold(promise.record):
+                tail_tokens = 0.0
+            elif promise.record.held:
+                tail_tokens *= 1.0 - self._offsets[len(key.hashes)] / key.canonical_bytes
+        # Waiting for memory says nothing of the hardware, and a hand-off has been computed elsewhere.
+        work = None
+        if hand_off is not None:
+            own_s = 0.0
+        elif not wait_s:
+            work = self.predictor.work(slot, columns.candidates.prefill_s[slot] + own_s, ttft_s)
         return Assignment(
             self,
             query,
@@ -274,9 +290,11 @@ class Router:
             now_s,
             int(expected_cached_tokens),
             ttft_s,
-            self.predictor.work_s(slot, ttft_s),
+            own_s,
+            work,
             ticket,
-            self._promise(slot, key) if key is not None and key.hashes else None,
+            promise,
+            self.memory.start(slot, tail_tokens, request.expected_output_tokens),
             self.ejector.begin(replica),
             not tried,
             outlook,
@@ -359,11 +377,14 @@ class Router:
             self._open(replica)
         elif change is Change.REMOVED:
             self.ledger.retire(replica.slot)
+            self.memory.retire(replica.slot)
             self.index.forget(replica.slot)
             self.feedback.forget(replica.slot)
             self.room.forget(replica.slot)
             self._forget(replica.slot)
         elif change is Change.RESTARTED:
+            self.memory.retire(replica.slot)
+            self.predictor.forget(replica.slot)
             if self.restart_is_news(replica):
                 self.index.forget(replica.slot)
             self.feedback.forget(replica.slot)
@@ -380,6 +401,7 @@ class Router:
     def _open(self, replica: Replica) -> None:
         slot = replica.slot
         self.ledger.open(slot)
+        self.memory.open(slot)
         self.room.limit(slot, replica.spec.max_in_flight)
         self._columns.open(slot, replica.name)
         self._configure(replica)
@@ -410,8 +432,9 @@ class Router:
         """Bound what the prefix map believes of a replica by what its engine can hold."""
         scraped = replica.kv.kv_capacity_tokens
         capacity = scraped or self._class_of(replica).kv_capacity_tokens() or DEFAULT_CAPACITY_TOKENS
-        self._columns.capacity_tokens[replica.slot] = float(capacity)
         pool = self.fleet.pool(min(replica.base_models, default=None))
         block_tokens = replica.kv.block_size_tokens or ENGINE_BLOCK_TOKENS
         self._columns.block_tokens[replica.slot] = block_tokens
-        self.feedback.set_capacity(replica.slot, int(capacity / self.tokens.ratio(pool)), block_tokens)
+        ratio = self.tokens.ratio(pool)
+        self.feedback.set_capacity(replica.slot, int(capacity / ratio), block_tokens)
+        self.memory.set_capacity(replica.slot, float(capacity), ratio)

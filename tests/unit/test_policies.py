@@ -16,7 +16,7 @@ REQUEST = Request(prompt_tokens=1000.0, expected_output_tokens=100.0)
 def candidates(slots: list[int], **columns: list[float] | list[int]) -> Candidates:
     size = max(slots) + 1
     filled: dict[str, list[float]] = {column.value: [0.0] * size for column in Column}
-    filled["kv_capacity_tokens"] = [1e6] * size
+    filled["kv_capacity_tokens"] = filled["kv_room_tokens"] = [1e6] * size
     for name, values in columns.items():
         filled[name] = [float(value) for value in values]
     return Candidates(slots=slots, **filled)  # type: ignore[arg-type]
@@ -99,37 +99,47 @@ def test_delay_of_running_decodes_counts() -> None:
 
 def test_overcommitted_memory_counts() -> None:
     view = candidates(
-        [0, 1], predicted_ttft_s=[0.2, 0.25], kv_own_tokens=[99_500, 0], kv_capacity_tokens=[100_000, 100_000]
-    )
-    assert PredictedTTFT().choose(REQUEST, view).slot == 1
-
-
-def test_memory_in_use_and_the_growth_of_running_answers_count() -> None:
-    # Both replicas look alike but for what the engine uses already; 10 answers have 50 tokens each to go.
-    view = candidates(
         [0, 1],
         predicted_ttft_s=[0.2, 0.25],
-        in_flight=[10, 10],
-        decodes=[10, 10],
-        engine_kv_usage=[0.99, 0.5],
         kv_capacity_tokens=[100_000, 100_000],
+        kv_room_tokens=[500, 50_000],
     )
     choice = PredictedTTFT().choose(REQUEST, view)
     assert choice.slot == 1
     assert choice.terms["cost_s"] == 0.25
-    # 99,000 used + 500 to come + 1,100 of this request: 600 too many, at 10 s per 100 %.
+    # 1,100 tokens needed and 500 left: 600 too many, at 10 s per 100 %.
     alone = PredictedTTFT().choose(
-        REQUEST,
-        candidates(
-            [0],
-            predicted_ttft_s=[0.2],
-            in_flight=[10],
-            decodes=[10],
-            engine_kv_usage=[0.99],
-            kv_capacity_tokens=[100_000],
-        ),
+        REQUEST, candidates([0], predicted_ttft_s=[0.2], kv_capacity_tokens=[100_000], kv_room_tokens=[500])
     )
     assert alone.terms["cost_s"] == pytest.approx(0.2 + 10 * 600 / 100_000)
+
+
+def test_waiting_for_memory_counts_as_little_as_its_price() -> None:
+    view = candidates(
+        [0], predicted_ttft_s=[20.2], memory_wait_s=[20.0], kv_capacity_tokens=[100_000], kv_room_tokens=[1_099]
+    )
+    choice = PredictedTTFT(memory_price=0.0, wait_price=0.1).choose(REQUEST, view)
+    assert choice.terms["cost_s"] == pytest.approx(0.2 + 0.1 * 20.0)
+    assert choice.terms["ttft_s"] == 20.2
+    assert choice.terms["memory_wait_s"] == 20.0
+
+
+def test_driving_out_what_is_used_again_counts_where_memory_is_full() -> None:
+    policy = PredictedTTFT()
+    cached = candidates([0], matched_tokens=[1000])
+    for _ in range(2000):
+        policy.choose(REQUEST, cached)
+    # Everything is reused by now. Half of the memory is taken: half of 0.2 s on top of it and of its shadow price.
+    view = candidates([0], predicted_ttft_s=[0.2], own_prefill_s=[0.2], kv_room_tokens=[5e5])
+    assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2 + 0.5 * 0.2)
+    assert PredictedTTFT().choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2)
+
+
+def test_a_large_batch_is_left_for_a_copy_of_the_prefix() -> None:
+    # A hundred tokens at 60 ms each against the same at 10 ms and 0.05 s of prefill.
+    view = candidates([0, 1], predicted_ttft_s=[0.09, 0.06], own_prefill_s=[0.0, 0.05], full_step_s=[0.06, 0.01])
+    assert PredictedTTFT(answer_price=0.0).choose(REQUEST, view).slot == 0
+    assert PredictedTTFT(answer_price=0.03).choose(REQUEST, view).slot == 1
 
 
 def test_ties_are_drawn_evenly() -> None:

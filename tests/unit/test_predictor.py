@@ -23,9 +23,8 @@ def predict(
     now_s: float = 1e6,
 ) -> tuple[float, float, float]:
     own, ttft, delay, step = [0.0], [0.0], [0.0], [0.0]
-    predictor.fill(
-        [0], now_s, prompt, [matched], [ahead_s], [ahead_tokens], [decodes], [kv_tokens], [0.0], own, ttft, delay, step
-    )
+    load = [matched], [ahead_s], [ahead_tokens], [decodes], [kv_tokens], [0.0], [0.0]
+    predictor.fill([0], now_s, prompt, *load, own, ttft, delay, step, [0.0], [0.0])
     return own[0], ttft[0], delay[0]
 
 
@@ -34,6 +33,7 @@ def predictor() -> Predictor:
     predictor = Predictor()
     predictor.configure(0, H100_8B)
     predictor.classes[H100_8B].constant_s = 0.0
+    predictor.forget(0)
     return predictor
 
 
@@ -66,7 +66,7 @@ def test_the_queue_comes_first_and_decodes_share_its_steps(predictor: Predictor)
     _, queued, _ = predict(predictor, 4000, ahead_s=0.5, ahead_tokens=12_000)
     assert queued == pytest.approx(alone + 0.5)
     _, busy, delay = predict(predictor, 4000, ahead_s=0.5, ahead_tokens=12_000, decodes=50, kv_tokens=100_000)
-    shared = 100_000 * NEUTRAL_COST.kv_s_per_token + 50 * NEUTRAL_COST.prefill_s_per_token
+    shared = 100_000 * NEUTRAL_COST.kv_s_per_token + 50 * NEUTRAL_COST.prefill_s_per_token  # decodes compute as well
     # 16,000 tokens are two steps of 8,192, and both read the decodes' KV.
     assert busy == pytest.approx(queued + 2 * shared)
     assert delay == pytest.approx(50 * own)
@@ -84,9 +84,8 @@ def test_predictions_are_positive_and_grow_with_the_load(
     assert ttft > 0
     assert delay >= 0
     assert more[1] >= ttft
-    assert predictor.work_s(0, ttft) * predictor.classes[H100_8B].factor + predictor.classes[
-        H100_8B
-    ].constant_s == pytest.approx(ttft)
+    work = predictor.work(0, own, ttft)
+    assert predictor.classes[H100_8B].predict(*work) == pytest.approx(max(ttft, own + 0.002))
 
 
 @pytest.mark.parametrize(("constant_s", "factor"), [(0.003, 1.3), (0.02, 0.7), (0.001, 1.0)])
