@@ -92,6 +92,8 @@ class Ticket:
         ledger.context_tokens[slot] += self._context_tokens
         if phase == _WAITING:
             ledger._release_prefill(self, now_s)
+        else:
+            ledger.reserved[slot] -= 1
 
     def finish(self, now_s: float | None = None) -> None:
         """The attempt has ended, in whatever phase: all it still holds is released. Idempotent.
@@ -110,7 +112,9 @@ class Ticket:
         if phase == _WAITING:
             is_head = ledger._heads[slot] is self
             ledger._release_prefill(self, now_s if is_head else None)
-        elif phase == _DECODING:
+        elif phase == _RESERVED:
+            ledger.reserved[slot] -= 1
+        else:
             decodes = ledger.decodes[slot] - 1
             ledger.decodes[slot] = decodes
             context_tokens = ledger.context_tokens[slot] - self._context_tokens
@@ -141,6 +145,7 @@ class LoadLedger:
         "on_room",
         "prefill_tokens",
         "prefill_work_s",
+        "reserved",
         "step_seen_s",
     )
 
@@ -153,6 +158,8 @@ class LoadLedger:
         """Uncached prompt tokens of requests before their first token."""
         self.prefill_work_s: list[float] = []
         """Predicted prefill seconds of requests before their first token, nothing taken off for progress."""
+        self.reserved: list[int] = []
+        """Requests of this worker whose prompt another replica computes, before their first token."""
         self.decodes: list[int] = []
         """Requests past their first token."""
         self.context_tokens: list[float] = []
@@ -182,6 +189,7 @@ class LoadLedger:
             self.prefill_tokens.append(0.0)
             self.prefill_work_s.append(0.0)
             self.decodes.append(0)
+            self.reserved.append(0)
             self.context_tokens.append(0.0)
             self.kv_tokens.append(0.0)
             self.kv_own_tokens.append(0.0)
@@ -201,6 +209,7 @@ class LoadLedger:
         self.prefill_tokens[slot] = 0.0
         self.prefill_work_s[slot] = 0.0
         self.decodes[slot] = 0
+        self.reserved[slot] = 0
         self.context_tokens[slot] = 0.0
         self.kv_tokens[slot] = 0.0
         self.kv_own_tokens[slot] = 0.0
@@ -289,6 +298,7 @@ class LoadLedger:
         self.kv_own_tokens[slot] += kv_own_tokens
         if computed_elsewhere:
             ticket._phase = _RESERVED
+            self.reserved[slot] += 1
             return ticket
         self.prefill_tokens[slot] += uncached_tokens
         self.prefill_work_s[slot] += prefill_s

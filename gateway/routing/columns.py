@@ -181,8 +181,8 @@ class Columns:
             self._predict(one, prompt_tokens, now_s)
 
     def predict_all(self, slots: Sequence[int], prompt_tokens: float, now_s: float) -> None:
-        """Make sure there are predictions for all candidates, whatever the policy reads."""
-        if not self._reads_predictions:
+        """Make sure there are predictions for all of these slots, whatever the policy reads, and it chose from."""
+        if not self._reads_predictions or len(slots) != len(self.candidates.slots):
             self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
             self._predict(slots, prompt_tokens, now_s)
 

@@ -6,13 +6,13 @@ Theory of operation
   prefill work, plus the price of the delay it puts on running answers):
 
       whole = TTFT(d) + prefill_price x own prefill(d) + decode_price x delay(d)
-      split = queue(p) + prefill on p of what p lacks + transfer of what d lacks + a step of d
-              + prefill_price x own prefill(p)
+      split = max(queue(p) + prefill on p of what p lacks + transfer of what d lacks, queue(d)) + a step of d
+              + 0.75 x prefill_price x own prefill(p)
 
   A prefill on p delays nobody's tokens: p has no running answers. The step of d computes the last token of the prompt,
   which an engine always computes itself.
-- The cost of a pair is a sum of p's part and d's part, so the best pair is found in one pass over each; only among
-  replicas that may be paired at all, which `signature` tells.
+- A pair's cost grows with p's part whatever d is, so the best p is found first and then the best d for it, one pass
+  over each; only among replicas that may be paired at all, which `signature` tells.
 - A `HandOff` is what the first of the two requests holds on p: its place in the ledger, its promise in the prefix map.
   It gives both back exactly once. What the second holds on d is the assignment's, as for any request.
 - Links are believed as configured until hand-offs have been seen; then their observed times correct the prediction.
@@ -43,11 +43,28 @@ DecisionPolicy = Literal["predicted", "threshold", "always", "never"]
 
 NEUTRAL_KV_BYTES_PER_TOKEN = 131_072.0
 """KV of one token of an 8B model of the Llama 3 family, 16 bit: assumed where no model shape is given."""
-ELSEWHERE = 0.8
+DEFAULT_CAPACITY_TOKENS = 200_000
+"""KV memory of a replica that has not told; as the router assumes."""
+LONG = 0.5
+"""Share of an engine's step from which a prompt holds up the others."""
+MEMORY_PRICE = 10.0
+"""As `memory_price` of policies/predicted_ttft.py."""
+ELSEWHERE = 0.75
+"""Of the price of prefill work, what it costs on a prefill replica: only long prompts wait for it there."""
 UNPAIRED_AFTER_FAILURE_S = 10.0
 """How long a prefill replica is left alone after a decode replica could not get what it held."""
+_EMPTIER = 1e-3
+_MOST_TOLD = 10_000
 _LEARNING_RATE = 0.1
 _MOST_CORRECTION = 100.0
+
+
+_REASONS: Mapping[DecisionPolicy, str] = {
+    "predicted": "prefill elsewhere costs less",
+    "threshold": "more uncached tokens than the threshold",
+    "always": "prefill always elsewhere",
+    "never": "",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +279,7 @@ class HandOffs:
         self.prices = Prices()
         self._corrections: dict[str, float] = {}
         self._unpaired_until_s: dict[int, float] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, str, str]] = set()
         self._identities: dict[int, tuple[int, Mapping[str, Any]]] = {}
         self._kv_bytes: dict[int, tuple[Replica, str | None, float]] = {}
 
@@ -315,6 +332,21 @@ class HandOffs:
         self._kv_bytes.pop(slot, None)
         self._identities.pop(slot, None)
 
+    def out_of_the_way(self, slots: Sequence[int], prompt_tokens: float) -> Sequence[int]:
+        """Return the candidates for a whole request that wait for no KV, if it is long and there are any.
+
+        KV that arrives while a long prompt is computed waits for the end of it, and with it a prompt that was sent
+        elsewhere so that it need not wait.
+
+        Args:
+            slots: the candidates.
+            prompt_tokens: tokens of the prompt.
+        """
+        if prompt_tokens < self._predictor.token_budget * LONG:
+            return slots
+        reserved = self._ledger.reserved
+        return [slot for slot in slots if not reserved[slot]] or slots
+
     def consider(
         self,
         query: Query,
@@ -327,6 +359,7 @@ class HandOffs:
         predicted_ttft_s: Sequence[float],
         decode_delay_s: Sequence[float],
         decode_step_s: Sequence[float],
+        prefill_ahead_s: Sequence[float],
     ) -> Plan | None:
         """Return the pair for a request, None if it is better served whole.
 
@@ -338,6 +371,7 @@ class HandOffs:
             now_s: monotonic seconds.
             matched_tokens: by slot, prompt tokens that replicas hold; also of prefill replicas.
             own_prefill_s, predicted_ttft_s, decode_delay_s, decode_step_s: the predictor's columns, of `slots`.
+            prefill_ahead_s: by slot, predicted seconds of prefill ahead, of `slots`.
         """
         settings = self.rules.of(query.pool)
         if not settings.active:
@@ -355,76 +389,67 @@ class HandOffs:
         if policy == "predicted" and whole_s <= settings.link_latency_s + decode_step_s[whole_slot]:
             # Short or cached: not even an idle prefill replica with the whole prompt could do better.
             return None
-        decodes = self._decode_parts(query, settings, slots, matched_tokens, decode_step_s)
+        best_of = self._best_prefills(prefills, prompt_tokens, now_s, matched_tokens)
         best: Plan | None = None
-        ledger, predictor = self._ledger, self._predictor
+        least_s = float("inf")
+        kv_own, by_slot = self._ledger.kv_own_tokens, self._fleet.by_slot
+        needed = prompt_tokens + query.request.expected_output_tokens
+        correction = self.correction(query.pool)
+        paired = False
+        for slot in slots:
+            replica = by_slot[slot]
+            part = best_of.get(signature(replica)) if replica is not None else None
+            if part is None or replica is None:
+                continue
+            paired = True
+            lacking = prompt_tokens - matched_tokens[slot]
+            size = lacking * self.kv_bytes_per_token(replica)
+            transfer_s = correction * (settings.link_latency_s + size / settings.link_bytes_per_s)
+            prefill_cost_s, prefill_slot, prefill_s, own_s = part
+            # What is in d's queue when the KV arrives is served first.
+            ttft_s = max(prefill_s + transfer_s, prefill_ahead_s[slot]) + decode_step_s[slot]
+            cost_s = ttft_s + prefill_cost_s
+            capacity = replica.kv.kv_capacity_tokens or DEFAULT_CAPACITY_TOKENS
+            over = kv_own[slot] + needed - capacity
+            if over > 0.0:
+                # As the default policy prices memory: what does not fit waits, or others are preempted.
+                cost_s += MEMORY_PRICE * over / capacity
+            # Among equals the one with the most memory left.
+            rank_s = cost_s + _EMPTIER * kv_own[slot] / capacity
+            if rank_s < least_s:
+                least_s = rank_s
+                matched = matched_tokens[prefill_slot]
+                best = Plan(
+                    prefill_slot, slot, prefill_s, own_s, transfer_s, size, ttft_s, cost_s, whole_s, matched, lacking,
+                    prompt_tokens - matched, "",
+                )  # fmt: skip
+        if not paired:
+            self._tell(prefills, slots)
+        if best is None or (policy == "predicted" and best.cost_s >= whole_s):
+            return None
+        best.reason = _REASONS[policy]
+        return best
+
+    def _best_prefills(
+        self, prefills: Sequence[int], prompt_tokens: float, now_s: float, matched_tokens: Sequence[float]
+    ) -> dict["Signature", tuple[float, int, float, float]]:
+        """By signature: price of the work on the best prefill replica, its slot, seconds until done, seconds of work."""
+        ledger, predictor, price = self._ledger, self._predictor, self.prices.prefill_elsewhere
+        parts: dict[Signature, tuple[float, int, float, float]] = {}
+        least: dict[Signature, float] = {}
         for slot in prefills:
-            if self._unpaired_until_s.get(slot, now_s) > now_s:
-                continue
             replica = self._fleet.by_slot[slot]
-            if replica is None:
+            if replica is None or self._unpaired_until_s.get(slot, now_s) > now_s:
                 continue
-            part = decodes.get(signature(replica))
-            if part is None:
-                self._tell(replica, slots)
-                continue
-            decode_s, decode_slot, transfer_s, transfer_bytes = part
             matched = matched_tokens[slot]
             own_s = predictor.own_prefill_s(slot, prompt_tokens, matched)
             prefill_s = predictor.prefill_only_s(
                 slot, prompt_tokens, matched, ledger.prefill_ahead_s(slot, now_s), ledger.prefill_tokens[slot]
             )
-            ttft_s = prefill_s + decode_s
-            cost_s = ttft_s + prices.prefill_elsewhere * own_s
-            if best is None or cost_s < best.cost_s:
-                lacking = prompt_tokens - matched_tokens[decode_slot]
-                best = Plan(
-                    slot, decode_slot, prefill_s, own_s, transfer_s, transfer_bytes, ttft_s, cost_s, whole_s, matched,
-                    lacking, prompt_tokens - matched, "",
-                )  # fmt: skip
-        if best is None or (policy == "predicted" and best.cost_s >= whole_s):
-            return None
-        best.reason = {
-            "predicted": "prefill elsewhere costs less",
-            "threshold": "more uncached tokens than the threshold",
-            "always": "prefill always elsewhere",
-        }[policy]
-        return best
-
-    def _decode_parts(
-        self,
-        query: Query,
-        settings: HandOffSettings,
-        slots: Sequence[int],
-        matched_tokens: Sequence[float],
-        decode_step_s: Sequence[float],
-    ) -> dict["Signature", tuple[float, int, float, float]]:
-        """The best decode replica per signature: its part of the TTFT, slot, seconds and bytes of the transfer."""
-        request = query.request
-        needed = request.prompt_tokens + request.expected_output_tokens
-        correction = self.correction(query.pool)
-        kv_own, by_slot = self._ledger.kv_own_tokens, self._fleet.by_slot
-        parts: dict[Signature, tuple[float, int, float, float]] = {}
-        fullest: dict[Signature, float] = {}
-        for slot in slots:
-            replica = by_slot[slot]
-            if replica is None:
-                continue
-            lacking = request.prompt_tokens - matched_tokens[slot]
-            size = lacking * self.kv_bytes_per_token(replica)
-            transfer_s = correction * (settings.link_latency_s + size / settings.link_bytes_per_s)
-            part_s = transfer_s + decode_step_s[slot]
-            cost_s = part_s
-            capacity = replica.kv.kv_capacity_tokens
-            if capacity is not None and kv_own[slot] + needed > capacity:
-                # As the default policy prices memory: what does not fit waits, or others are preempted.
-                cost_s += 10.0 * (kv_own[slot] + needed - capacity) / capacity
-            key = signature(replica)
-            # Among equals the one with the most memory left.
-            cost_s += 1e-3 * kv_own[slot] / (capacity or 1e6)
-            if key not in parts or cost_s < fullest[key]:
-                fullest[key] = cost_s
-                parts[key] = (part_s, slot, transfer_s, size)
+            key, cost_s = signature(replica), prefill_s + price * own_s
+            if cost_s < least.get(key, float("inf")):
+                least[key] = cost_s
+                parts[key] = (price * own_s, slot, prefill_s, own_s)
         return parts
 
     def kv_bytes_per_token(self, replica: Replica) -> float:
@@ -436,13 +461,16 @@ class HandOffs:
             known = self._kv_bytes[replica.slot] = (replica, shape, size)
         return known[2]
 
-    def _tell(self, prefill: Replica, slots: Sequence[int]) -> None:
-        """Say once why a prefill replica is not used."""
-        for slot in slots:
-            decode = self._fleet.by_slot[slot]
-            if decode is not None and (prefill.name, decode.name) not in self._told and len(self._told) < 10_000:
-                self._told.add((prefill.name, decode.name))
-                logger.warning("%s does not prefill for %s: %s", prefill.name, decode.name, difference(prefill, decode))
+    def _tell(self, prefills: Sequence[int], slots: Sequence[int]) -> None:
+        """Say once why prefill replicas are not used."""
+        for prefill in map(self._fleet.by_slot.__getitem__, prefills):
+            for decode in map(self._fleet.by_slot.__getitem__, slots):
+                if prefill is None or decode is None or signature(prefill) == signature(decode):
+                    continue
+                why = difference(prefill, decode)
+                if (prefill.name, decode.name, why) not in self._told and len(self._told) < _MOST_TOLD:
+                    self._told.add((prefill.name, decode.name, why))
+                    logger.warning("%s does not prefill for %s: %s", prefill.name, decode.name, why)
 
 
 Signature = tuple[int | None, tuple[tuple[str, str], ...]]

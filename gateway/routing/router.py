@@ -230,6 +230,10 @@ class Router:
             raise Saturated
         columns, policy, request, key = self._columns, self._policy, query.request, query.key
         prompt_tokens = request.prompt_tokens
+        prefills = fleet.prefill_slots(query.model) if query.divisible else ()
+        decodes = slots
+        if prefills:
+            slots = self.hand_offs.out_of_the_way(slots, prompt_tokens)
         request.now_s = now_s
         targets, slo, outlook = query.targets, self.slo, None
         try:
@@ -240,8 +244,8 @@ class Router:
             slot = choice.slot
             columns.predict_chosen(slot, prompt_tokens, now_s)
             plan = None
-            if query.divisible and not whole and (prefills := fleet.prefill_slots(query.model)):
-                plan = self._plan(query, prefills, slots, slot, now_s)
+            if prefills and not whole:
+                plan = self._plan(query, prefills, decodes, slot, now_s)
                 if plan is not None:
                     slot = plan.decode_slot
                     choice = Choice(slot, plan.reason, plan.terms())
@@ -323,6 +327,7 @@ class Router:
             view.predicted_ttft_s,
             view.decode_delay_s,
             view.decode_step_s,
+            view.prefill_s,
         )
 
     def _hand_off(self, query: Query, plan: Plan, now_s: float) -> HandOff:
