@@ -10,6 +10,9 @@ import pytest_asyncio
 
 from loadtests.real.replica import ReplicaOptions, VllmReplica
 
+BLOCKS = 640
+"""KV blocks of each replica, of 32 tokens."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
@@ -25,9 +28,15 @@ def options() -> ReplicaOptions:
     venv, model = os.environ.get("VLLM_VENV"), os.environ.get("MODEL")
     if not venv or not model:
         pytest.skip("VLLM_VENV and MODEL name no vLLM and no model; loadtests/real/setup.sh makes both")
-    # The name under which vLLM's recorded answers were made,
-    # and the switch without which /inference/v1/generate and .../render answer 403.
-    return ReplicaOptions(Path(venv).absolute(), Path(model).absolute(), name="tiny", extra=("--enable-scale-out",))
+    return ReplicaOptions(
+        Path(venv).absolute(),
+        Path(model).absolute(),
+        # The name under which vLLM's recorded answers were made,
+        name="tiny",
+        kv_events=True,
+        # the switch without which /inference/v1/generate and .../render answer 403, and a cache that a test can fill.
+        extra=("--enable-scale-out", "--num-gpu-blocks-override", str(BLOCKS)),
+    )
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from support.gateways import RunningGateway, running_gateway, session
+from support.waiting import eventually
 
 from loadtests.real.conversations import ConversationLoad, converse
 from loadtests.real.replica import VllmReplica
@@ -189,3 +191,50 @@ async def test_predictions_after_calibration(
     assert late < 0.5
     cached = sum(line["cached_tokens"] for line in lines) / sum(line["prompt_tokens"] for line in lines)
     assert cached > 0.65
+
+
+async def test_a_map_made_of_events_equals_the_engines_cache(replicas: list[VllmReplica]) -> None:
+    """Most of what is asked for was sent past the gateway, so that only the events can have told."""
+    replica = replicas[0]
+    gateway_options = {
+        "kv_events": {"enabled": True},
+        "tokenizer": {"models": {"tiny": {"path": str(replica.options.model)}}, "wait_ms": 5000},
+    }
+    draw = random.Random(11)
+    # More than the 640 blocks of 32 tokens hold: 30 prompts of about 900 tokens.
+    conversations = [conversation(f"{number} {draw.random()}") for number in range(30)]
+    for messages in conversations:
+        messages[0]["content"] = " ".join(f"{draw.randrange(10**6)}" for _ in range(150))
+    async with running_gateway([replica.url], gateway_options) as gateway, session() as client:
+        exact = gateway.gateway.exact
+        assert exact is not None
+        await eventually(lambda: bool(exact.events.feeds) and all(feed.live for feed in exact.events.feeds.values()))
+
+        async def compare(messages: list[dict[str, str]]) -> tuple[int, int]:
+            headers, document = await ask(client, gateway.url, messages)
+            cached = document["usage"]["prompt_tokens_details"]["cached_tokens"]
+            answer = document["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
+            return int(headers["x-warmgate-expected-cached-tokens"]), cached
+
+        for messages in conversations:
+            await ask(client, replica.url, messages)
+        # The last ones are there, the first ones have been evicted.
+        (feed,) = exact.events.feeds.values()
+        await settled(lambda: feed.streams[0].messages)
+        for messages in (*conversations[-3:], *conversations[:3], *conversations[-3:], *conversations[:3]):
+            promised, cached = await compare(messages)
+            assert promised == cached
+            await settled(lambda: feed.streams[0].messages)
+        last, first = (await compare(conversations[-1]))[1], (await compare(conversations[5]))[1]
+        assert last > 200
+        assert first == 0
+
+
+async def settled(value: Callable[[], object]) -> None:
+    """Wait until a value has not changed for a second: events follow their step at any distance."""
+    seen, unchanged = value(), 0
+    while unchanged < 10:
+        await asyncio.sleep(0.1)
+        unchanged = unchanged + 1 if value() == seen else 0
+        seen = value()
