@@ -31,6 +31,8 @@ class Run:
     requests: int
     cached_share: float
     """Prompt tokens the engines found cached, of all."""
+    promised_share: float
+    """Prompt tokens the gateway expected to be cached, of all."""
     first_ttft_ms: float
     """Mean over first turns, as the client saw it."""
     later_ttft_ms: float
@@ -70,6 +72,7 @@ def run_of(policy: str, turns: Sequence[Turn], log: Sequence[dict[str, Any]]) ->
         policy=policy,
         requests=len(turns),
         cached_share=sum(r.cached_tokens for r in results) / sum(r.prompt_tokens for r in results),
+        promised_share=sum(line["expected_cached_tokens"] for line in log) / sum(r.prompt_tokens for r in results),
         first_ttft_ms=statistics.fmean(first),
         later_ttft_ms=statistics.fmean(later),
         duration_s=max(r.ended_s for r in results) - min(r.sent_s for r in results),
@@ -153,7 +156,7 @@ async def compare(
                 run = await measure(urls, options.name, policy, load, passes, seed, extra)
                 runs[policy].append(run)
                 click.echo(
-                    f"{policy}: cached {run.cached_share:.3f}, TTFT first {run.first_ttft_ms:.0f} ms, "
+                    f"{policy}: cached {run.cached_share:.3f} (promised {run.promised_share:.3f}), TTFT first {run.first_ttft_ms:.0f} ms, "
                     f"later {run.later_ttft_ms:.0f} ms, {run.duration_s:.0f} s",
                     err=True,
                 )
