@@ -156,8 +156,8 @@ async def compare(
                 run = await measure(urls, options.name, policy, load, passes, seed, extra)
                 runs[policy].append(run)
                 click.echo(
-                    f"{policy}: cached {run.cached_share:.3f} (promised {run.promised_share:.3f}), TTFT first {run.first_ttft_ms:.0f} ms, "
-                    f"later {run.later_ttft_ms:.0f} ms, {run.duration_s:.0f} s",
+                    f"{policy}: cached {run.cached_share:.3f} (promised {run.promised_share:.3f}), "
+                    f"TTFT first {run.first_ttft_ms:.0f} ms, later {run.later_ttft_ms:.0f} ms, {run.duration_s:.0f} s",
                     err=True,
                 )
     return runs
