@@ -45,6 +45,9 @@ NEUTRAL_KV_BYTES_PER_TOKEN = 131_072.0
 """KV of one token of an 8B model of the Llama 3 family, 16 bit: assumed where no model shape is given."""
 DEFAULT_CAPACITY_TOKENS = 200_000
 """KV memory of a replica that has not told; as the router assumes."""
+NOTICED_STEPS = 16.0
+"""Decode steps that the uncached part of a prompt must take to be prefilled elsewhere: what is shorter disturbs nobody,
+and a second request has costs of its own that no prediction sees."""
 LONG = 0.5
 """Share of an engine's step from which a prompt holds up the others."""
 MEMORY_PRICE = 10.0
@@ -386,8 +389,7 @@ class HandOffs:
             + prices.prefill * own_prefill_s[whole_slot]
             + prices.decode * decode_delay_s[whole_slot]
         )
-        if policy == "predicted" and whole_s <= settings.link_latency_s + decode_step_s[whole_slot]:
-            # Short or cached: not even an idle prefill replica with the whole prompt could do better.
+        if policy == "predicted" and own_prefill_s[whole_slot] < NOTICED_STEPS * decode_step_s[whole_slot]:
             return None
         best_of = self._best_prefills(prefills, prompt_tokens, now_s, matched_tokens)
         best: Plan | None = None
