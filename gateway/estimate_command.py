@@ -238,10 +238,25 @@ def _transfer_table(figures: Estimate) -> Table:
         "GB/s",
         "transfer",
         "of its prefill",
+        "faster from",
+        f"split beside {figures.batch} from",
+        "this prompt",
     )
     for row in figures.transfer:
-        table.add_row(row.link, f"{row.bytes_per_s / 1e9:g}", seconds(row.transfer_s), f"{row.share_of_prefill:.1%}")
+        table.add_row(
+            row.link,
+            f"{row.bytes_per_s / 1e9:g}",
+            seconds(row.transfer_s),
+            f"{row.share_of_prefill:.1%}",
+            _tokens(row.break_even_tokens),
+            _tokens(row.split_from_tokens),
+            f"{row.advice} ({'+' if row.split_saves_s > 0 else '-'}{seconds(abs(row.split_saves_s))})",
+        )
     return table
+
+
+def _tokens(count: int | None) -> str:
+    return "never" if count is None else f"{count:,} tokens"
 
 
 def _table(title: str, first: str, *columns: str) -> Table:

@@ -11,6 +11,7 @@ from gateway.estimator import roofline
 from gateway.estimator.hardware import Hardware
 from gateway.estimator.model import ModelShape
 from gateway.estimator.roofline import StepCost
+from gateway.estimator.splitting import shortest_tokens, split_saves_s
 from gateway.estimator.transfer import LINKS, transfer_s
 
 DEFAULT_CHUNK_TOKENS = (512, 2048, 8192)
@@ -87,12 +88,20 @@ class LinkTransfer:
         bytes_per_s: its rate.
         transfer_s: wire time.
         share_of_prefill: wire time over the time to compute the whole prompt; below 1, moving is faster.
+        break_even_tokens: shortest prompt that is moved faster than computed; None if there is none.
+        split_saves_s: what prefill on another, idle card saves for this prompt and batch; see `estimator.splitting`.
+        split_from_tokens: shortest prompt for which that saves anything beside this batch; None if there is none.
+        advice: whether to split this prompt.
     """
 
     link: str
     bytes_per_s: float
     transfer_s: float
     share_of_prefill: float
+    break_even_tokens: int | None
+    split_saves_s: float
+    split_from_tokens: int | None
+    advice: Literal["split", "stay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +209,10 @@ def estimate(
 
     prompt_kv_bytes = workload.prompt_tokens * model.kv_bytes_per_token
     prompt_prefill_s = cost.prefill_s(workload.prompt_tokens)
-    transfers = [(link, rate, transfer_s(prompt_kv_bytes, link, link_latency_s)) for link, rate in LINKS.items()]
+    transfer = tuple(
+        _link_transfer(cost, model, workload, link, link_latency_s, chunking[-1].chunk_tokens, prompt_prefill_s)
+        for link in LINKS
+    )
     return Estimate(
         model=model.name,
         hardware=hardware.name,
@@ -244,7 +256,7 @@ def estimate(
         whole_prompt_kv_bytes=prompt_kv_bytes,
         whole_prompt_prefill_s=prompt_prefill_s,
         chunking=chunking,
-        transfer=tuple(LinkTransfer(link, rate, s, s / prompt_prefill_s) for link, rate, s in transfers),
+        transfer=transfer,
     )
 
 
@@ -272,6 +284,39 @@ def chunk_effect(cost: StepCost, workload: Workload, chunk_tokens: int) -> Chunk
         itl_max_s=max(fused_s),
         itl_max_serial_s=max(serial_s),
         ttft_s=ttft_s,
+    )
+
+
+def _link_transfer(
+    cost: StepCost,
+    model: ModelShape,
+    workload: Workload,
+    link: str,
+    latency_s: float,
+    chunk_tokens: int,
+    prefill_s: float,
+) -> LinkTransfer:
+    """The KV of the prompt, and of prompts of other lengths, over one link."""
+
+    def moved_s(tokens: int) -> float:
+        return transfer_s(tokens * model.kv_bytes_per_token, link, latency_s)
+
+    def saves_s(tokens: int, cached_tokens: int = 0) -> float:
+        moving_s = moved_s(tokens - cached_tokens)
+        history = workload.mean_history_tokens
+        return split_saves_s(cost, tokens, moving_s, workload.batch, history, chunk_tokens, cached_tokens)
+
+    whole_s = moved_s(workload.prompt_tokens)
+    saved_s = saves_s(workload.prompt_tokens, workload.cached_tokens)
+    return LinkTransfer(
+        link=link,
+        bytes_per_s=LINKS[link],
+        transfer_s=whole_s,
+        share_of_prefill=whole_s / prefill_s,
+        break_even_tokens=shortest_tokens(lambda tokens: moved_s(tokens) <= cost.prefill_s(tokens)),
+        split_saves_s=saved_s,
+        split_from_tokens=shortest_tokens(lambda tokens: saves_s(tokens) > 0),
+        advice="split" if saved_s > 0 else "stay",
     )
 
 

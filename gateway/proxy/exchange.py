@@ -54,6 +54,10 @@ logger = logging.getLogger(__name__)
 _SERVER_FAULT = re.compile(rb'"code"\s*:\s*"?5\d\d\b')
 
 
+_ERROR_EVENT = b'data: {"error"'
+_MAX_EVENT_BYTES = 65536
+
+
 class Outcome(StrEnum):
     """How a request ended; the label of the metrics and the field of the log."""
 
@@ -98,6 +102,7 @@ class Exchange:
         "_out",
         "_params",
         "_paused_since_s",
+        "_peeking",
         "_plane",
         "_query",
         "_redone",
@@ -171,6 +176,7 @@ class Exchange:
         self._leg: PrefillLeg | None = None
         self._params: bytes | None = None
         self._redone = False
+        self._peeking = False
         self._response: ResponseHead | None = None
         self._observer: StreamObserver | None = None
         self._holding = False
@@ -529,6 +535,7 @@ class Exchange:
         self._params = None
         self._response = None
         self._observer = None
+        self._peeking = False
         self._held = []
         self._held_bytes = 0
         self._resent = False
@@ -650,11 +657,10 @@ class Exchange:
             if self._retry_elsewhere(failures.TABLE[Phase.HELD, cause]):
                 return
         if head.event_stream:
-            self._observer = StreamObserver()
-            # With a length stated, or under compression, the event that nobody asked for has to stay.
-            removable = self._usage_added and head.content_length is None and not head.encoded
-            self._out = UsageFilter(self._answer) if removable else self._answer
-            self._relay_head()
+            # vLLM begins a stream before it has fetched the KV, and tells of a failure in its first event.
+            self._peeking = self._params is not None and not head.encoded
+            if not self._peeking:
+                self._begin_stream(head)
         else:
             limit = self._plane.limits.max_held_bytes
             known = head.content_length
@@ -663,6 +669,28 @@ class Exchange:
                 self._relay_head()
         if not self._client_writable and self._connection is not None:
             self._connection.pause()
+
+    def _begin_stream(self, head: ResponseHead) -> None:
+        self._peeking = False
+        self._observer = StreamObserver()
+        # With a length stated, or under compression, the event that nobody asked for has to stay.
+        removable = self._usage_added and head.content_length is None and not head.encoded
+        self._out = UsageFilter(self._answer) if removable else self._answer
+        self._relay_head()
+
+    def _first_event(self, data: bytes) -> bytes:
+        """Hold a stream back until its first event is there; return what may be relayed, b"" for nothing yet."""
+        self._held.append(data)
+        begun = b"".join(self._held)
+        if b"\n\n" not in begun and len(begun) < _MAX_EVENT_BYTES:
+            return b""
+        if begun.lstrip().startswith(_ERROR_EVENT) and _SERVER_FAULT.search(begun) and self._hand_off_failed():
+            return b""
+        self._held = []
+        head = self._response
+        assert head is not None
+        self._begin_stream(head)
+        return begun
 
     def _hand_off_failed(self) -> bool:
         """The replica may have failed because the KV could not be fetched: compute the prompt where the answer is.
@@ -687,6 +715,10 @@ class Exchange:
                 held, self._held = b"".join(self._held), []
                 self._answer.relay(held)
             return
+        if self._peeking:
+            data = self._first_event(data)
+            if not data:
+                return
         self._out.relay(data)
         observer = self._observer
         if observer is not None:
@@ -706,6 +738,12 @@ class Exchange:
         self._connection = None
         head = self._response
         assert head is not None
+        if self._peeking:
+            # No event at all.
+            held, self._held = b"".join(self._held), []
+            self._begin_stream(head)
+            if held:
+                self._out.relay(held)
         if self._cut_short(head):
             self._failed(Cause.RESET)
             return

@@ -45,7 +45,7 @@ NEUTRAL_KV_BYTES_PER_TOKEN = 131_072.0
 """KV of one token of an 8B model of the Llama 3 family, 16 bit: assumed where no model shape is given."""
 DEFAULT_CAPACITY_TOKENS = 200_000
 """KV memory of a replica that has not told; as the router assumes."""
-NOTICED_STEPS = 16.0
+NOTICED_STEPS = 10.0
 """Decode steps that the uncached part of a prompt must take to be prefilled elsewhere: what is shorter disturbs nobody,
 and a second request has costs of its own that no prediction sees."""
 LONG = 0.5
@@ -435,7 +435,7 @@ class HandOffs:
     def _best_prefills(
         self, prefills: Sequence[int], prompt_tokens: float, now_s: float, matched_tokens: Sequence[float]
     ) -> dict["Signature", tuple[float, int, float, float]]:
-        """By signature: price of the work on the best prefill replica, its slot, seconds until done, seconds of work."""
+        """By signature: price of the work on the best prefill replica, slot, seconds until done, seconds of work."""
         ledger, predictor, price = self._ledger, self._predictor, self.prices.prefill_elsewhere
         parts: dict[Signature, tuple[float, int, float, float]] = {}
         least: dict[Signature, float] = {}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.exchanges import OK_JSON, SSE_HEAD, TOKEN, Bench, FakeClient, Peer, chunk, status_json
 
 from gateway.prompt.hand_off import read_prefilled, with_transfer_params
 from gateway.proxy.exchange import Exchange, Outcome
@@ -13,7 +14,6 @@ from gateway.proxy.failures import TABLE, Action, Cause, Phase
 from gateway.replicas.breaker import Outcome as Verdict
 from gateway.replicas.spec import ReplicaSpec, Role
 from gateway.routing.hand_off import HandOffRules, HandOffSettings
-from support.exchanges import OK_JSON, SSE_HEAD, TOKEN, Bench, FakeClient, Peer, chunk, status_json
 
 P, D, D2 = 1, 2, 3
 
@@ -265,6 +265,46 @@ def test_a_server_error_of_the_second_leg_is_computed_whole_and_not_held_against
     _, _, body = ask(bench)
     assert body_of(next_on(bench, D)) == body
     assert not bench.pool(P).dialled
+
+
+def test_a_stream_whose_first_event_says_that_the_kv_is_lost_is_computed_whole() -> None:
+    bench = bench_of(decodes=1)
+    _, client, body = ask(bench, stream=True)
+    bench.connect(P).send(answered(PARAMS))
+    d = bench.connect(D)
+    d.send(SSE_HEAD)
+    error = b'data: {"error":{"message":"KV load failure","type":"InternalServerError","param":null,"code":500}}\n\n'
+    d.send(chunk(error[:30]))
+    assert client.sent == b""
+    d.send(chunk(error[30:]))
+    assert d.ended == "aborted"
+    d = next_on(bench, D)
+    assert body_of(d) == body
+    d.send(SSE_HEAD + chunk(TOKEN) + chunk(b"data: [DONE]\n\n") + chunk(b""))
+    answer = client.answer()
+    assert answer.complete
+    assert answer.body == TOKEN + b"data: [DONE]\n\n"
+    assert bench.tally.hand_off_fallbacks == {Cause.HAND_OFF_FAILED: 1}
+    bench.assert_idle()
+
+
+def test_a_stream_of_a_second_leg_is_relayed_from_its_first_event_on() -> None:
+    bench = bench_of()
+    exchange, client, _ = ask(bench, stream=True)
+    bench.connect(P).send(answered(PARAMS))
+    d = bench.connect(D)
+    d.send(SSE_HEAD + chunk(TOKEN[:10]))
+    assert client.sent == b""
+    d.send(chunk(TOKEN[10:]))
+    assert client.answer().body == TOKEN
+    assert exchange.first_token_s is not None
+    d.send(chunk(b"data: [DONE]\n\n") + chunk(b""))
+    assert client.answer().complete
+    _, client, _ = ask(bench, stream=True)
+    next_on(bench, P).send(answered(PARAMS))
+    bench.connect(D).send(SSE_HEAD + chunk(b""))
+    assert client.answer().status == 200
+    bench.assert_idle()
 
 
 @pytest.mark.parametrize("how", ["refused", "reset", "busy"])
