@@ -195,7 +195,8 @@ class Engine:
             pairs += attention_pairs(chunk, request.computed_tokens)
         duration_s = self.cost.step_s(prefill_tokens + decodes, pairs, self._decodes.context_tokens)
         steps = 1
-        if max_steps > 1 and not chunks and not preempted:
+        # Without decodes the step is an idle one: blocks that are held for others keep what waits from beginning.
+        if max_steps > 1 and decodes and not chunks and not preempted:
             steps = bulk_steps(self.cost, self._decodes, self.pool.free_blocks, duration_s, max_steps, max_duration_s)
             self.pool.take(self._decodes.blocks_needed(1, steps - 1))
             duration_s = bulk_duration_s(self.cost, self._decodes, steps, duration_s)

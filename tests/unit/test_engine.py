@@ -329,3 +329,66 @@ def test_context_grows_by_one_token_per_decode_and_step() -> None:
         contexts.append(engine.context_tokens)
     assert contexts[0] == 30
     assert {later - earlier for earlier, later in pairwise(contexts)} == {3}
+
+
+def test_kv_from_elsewhere_leaves_the_last_token_to_compute_and_is_cached() -> None:
+    engine = make_engine()
+    fetched = request("fetched", 1000, 3)
+    fetched.external_tokens = 1000
+    engine.add(fetched)
+    first = step(engine)
+    assert (first.prefill_tokens, first.first_tokens) == (1, [fetched])
+    # One token that attends to the 999 before it, and a read of the weights.
+    assert first.duration_s == pytest.approx(COST.step_s(1, 999.5, 0))
+    run(engine)
+    assert engine.pool.cached_hashes == 62
+    again = request("again", 1000, 1)
+    engine.add(again)
+    run(engine)
+    assert again.cached_tokens == 992
+
+
+def test_what_is_cached_here_need_not_have_come() -> None:
+    engine = make_engine()
+    engine.add(request("before", 512, 1))
+    run(engine)
+    used = engine.pool.used_blocks
+    fetched = request("fetched", 1000, 5)
+    fetched.external_tokens = 1000
+    engine.add(fetched)
+    step(engine)
+    assert fetched.cached_tokens == 512
+    assert engine.pool.used_blocks - used == 63
+    run(engine)
+    assert engine.pool.used_blocks == 0
+
+
+def test_a_held_prompt_keeps_its_blocks_until_it_is_released() -> None:
+    engine = make_engine(kv_tokens=16 * 70)
+    held = EngineRequest("held", 1000, 1, list(range(62)), hold=True)
+    engine.add(held)
+    (result,) = run(engine)
+    assert result.finished == [held]
+    assert (engine.held, engine.pool.used_blocks) == (1, 63)
+    waiting = request("waiting", 500, 1, family=1)
+    engine.add(waiting)
+    assert step(engine).admitted == []
+    assert engine.release(held)
+    assert not engine.release(held)
+    assert step(engine).admitted == [waiting]
+    run(engine)
+    assert engine.pool.used_blocks == 0
+
+
+def test_kv_from_elsewhere_is_lost_with_a_preemption() -> None:
+    engine = make_engine(kv_tokens=16 * 40)
+    first, second = request("first", 300, 200), request("second", 300, 200, family=1)
+    for each in (first, second):
+        each.external_tokens = 300
+        engine.add(each)
+    results = run(engine)
+    assert second.preemptions
+    assert second.external_tokens == 0
+    # More than the last token of each: what was not cached of the second has been computed here.
+    assert sum(result.prefill_tokens for result in results) > 100
+    assert engine.completed == 2
