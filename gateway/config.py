@@ -185,9 +185,9 @@ class ModelDisaggregation(_Section):
 
 
 class Disaggregation(ModelDisaggregation):
-    """Prefill on replicas of role `prefill`, decode on others. Without such replicas nothing here has any effect. Where
-    a model has them, requests with `kv_transfer_params` of their own are refused (400): a decode engine does not
-    survive parameters that no prefill replica has given out."""
+    """Prefill on replicas of role `prefill`, decode on others. Without such replicas nothing here has any effect. In
+    a fleet with replicas of role `prefill` or `decode`, requests with `kv_transfer_params` of their own are refused
+    (400): a decode engine does not survive parameters that no prefill replica has given out."""
 
     models: dict[str, ModelDisaggregation] = Field(default_factory=dict)
     """By name of the base model as the replicas list it."""
