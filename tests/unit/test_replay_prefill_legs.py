@@ -9,6 +9,7 @@ from gateway.replicas.spec import Role
 from gateway.routing.hand_off import HandOffSettings
 from loadtests.engine import EngineLimits
 from loadtests.replay.figures import figures
+from loadtests.replay.options import FleetOptions, fleet
 from loadtests.replay.replay import Replay, ReplayResult
 from loadtests.replay.settings import Incident, ReplaySettings, ReplicaModel
 from loadtests.workloads.prompt import Part, Prompt
@@ -85,3 +86,11 @@ def test_every_request_ends_and_nothing_is_held(seed: int, delay_s: float) -> No
         assert replica.engine.held == 0
         assert replica.engine.pool.used_blocks == 0
         assert replica.engine.running == replica.engine.waiting == 0
+
+
+def test_the_first_replicas_of_a_fleet_prefill() -> None:
+    roles = [replica.role for replica in fleet(FleetOptions(replicas=4, prefill=1))]
+    assert roles == [Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE]
+    assert {replica.role for replica in fleet(FleetOptions(replicas=2))} == {Role.MIXED}
+    with pytest.raises(ValueError, match="leave none"):
+        fleet(FleetOptions(replicas=2, prefill=2))
