@@ -36,6 +36,8 @@ _BYTES_PER_BLOCK, _BYTES_PER_SEGMENT = 32, 64
 """What a log keeps: four times its hashes, twice its records' heads. Blocks in use are told again after half of that,
 so if all of them are in use all the time, half of what is written is new."""
 _MARK_BYTES = 4096
+_SIZED_PARTS = 16
+"""What is alive is counted whenever so large a part of the log is new."""
 _NOTICED = 1
 """In an epoch's lowest bit: it began with a restart that somebody noticed, so even who knows no earlier epoch has
 something to forget. Without it, a process start has become known, of a process that may have been there all along."""
@@ -65,7 +67,7 @@ _Waiting = tuple[int, int, Record]
 class _Shard:
     """One log."""
 
-    __slots__ = ("loaded", "log", "marks", "orphans", "retelling", "told_new_epoch", "waiting")
+    __slots__ = ("loaded", "log", "marks", "orphans", "retelling", "sized_at", "told_new_epoch", "waiting")
 
     def __init__(self) -> None:
         self.log = Log(LEAST_BUDGET_BYTES)
@@ -74,6 +76,7 @@ class _Shard:
         """Positions of entries, and their ids: where the log may be cut."""
         self.loaded = False
         self.retelling: Iterator[int] | None = None
+        self.sized_at = self.log.position
         self.orphans: list[tuple[int, int, int, int, array[int]]] = []
         """Depth, identity, epoch, block and tail of what was read before its parent, while loading."""
         self.told_new_epoch: set[int] = set()
@@ -233,6 +236,8 @@ class PrefixShare:
             state.log.advance(length)
             if not state.marks or state.log.position - state.marks[-1][0] >= _MARK_BYTES:
                 state.marks.append((state.log.position - length, entry_id))
+            if state.log.position - state.sized_at > state.log.budget_bytes // _SIZED_PARTS:
+                self._size(shard)
         try:
             writer = writer_of(entry)
             if writer != self._writer or only is not None:
@@ -374,16 +379,23 @@ class PrefixShare:
             now_s: monotonic seconds.
         """
         self._now_s = now_s
-        wanted = [LEAST_BUDGET_BYTES] * len(self._shards)
-        index = self.index
         for known in self._by_identity.values():
             start_s = known.replica.kv.process_start_s
             if start_s is not None and (epoch_ms := int(start_s * 1000) & ~_NOTICED) > known.epoch_ms:
                 self._begin(known, epoch_ms)
-            wanted[known.shard] += _BYTES_PER_BLOCK * index.blocks(known.slot)
-            wanted[known.shard] += _BYTES_PER_SEGMENT * index.segments(known.slot)
-        for shard, budget_bytes in zip(self._shards, wanted, strict=True):
-            shard.log.resize(min(budget_bytes, self._most_bytes))
+        for shard in range(len(self._shards)):
+            self._size(shard)
+
+    def _size(self, shard: int) -> None:
+        """Let a log keep what is alive in it, several times over."""
+        index = self.index
+        wanted = LEAST_BUDGET_BYTES
+        for known in self._by_identity.values():
+            if known.shard == shard:
+                wanted += _BYTES_PER_BLOCK * index.blocks(known.slot) + _BYTES_PER_SEGMENT * index.segments(known.slot)
+        state = self._shards[shard]
+        state.sized_at = state.log.position
+        state.log.resize(min(wanted, self._most_bytes))
 
     # -- the fleet
 

@@ -18,7 +18,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from redis.asyncio import RedisCluster
@@ -118,6 +118,8 @@ class Sharing:
         self.longest_slice_s = 0.0
         self._told_reasons: set[str] = set()
         self._has_worked = self._stopping = False
+        # Cancelling is not enough: the library may take a cancellation for its own timeout.
+        self._ending = asyncio.Event()
         self._started_s = clock()
         self._positions: dict[str, str] = dict.fromkeys(self._keys.logs, "0-0")
         self._births: list[bytes | None] = [None] * shards
@@ -141,6 +143,7 @@ class Sharing:
         if self._task is None:
             return
         self._stopping = True
+        self._ending.set()
         while not self._task.done():
             # More than once: a task group that fails at the same moment swallows it (before Python 3.13).
             self._task.cancel()
@@ -195,13 +198,22 @@ class Sharing:
         self.loads.retell()
         for sent_s in self._sent_s.values():
             sent_s.clear()
+        if not self._stopping:
+            self._ending.clear()
+        parts = [self._write_on(client)]
+        if isinstance(client, RedisCluster):
+            parts += [self._follow(client, [key], ends) for key in self._positions]
+        else:
+            parts.append(self._follow(client, list(self._positions), ends))
         async with asyncio.TaskGroup() as group:
-            if isinstance(client, RedisCluster):
-                for key in self._positions:
-                    group.create_task(self._follow(client, [key], ends))
-            else:
-                group.create_task(self._follow(client, list(self._positions), ends))
-            group.create_task(self._write_on(client))
+            for part in parts:
+                group.create_task(self._until_ending(part))
+
+    async def _until_ending(self, part: Coroutine[Any, Any, None]) -> None:
+        try:
+            await part
+        finally:
+            self._ending.set()
 
     async def _look(self, client: Client) -> None:
         """See whether the logs are those known from before."""
@@ -248,7 +260,7 @@ class Sharing:
     async def _follow(self, client: Client, keys: list[str], ends: dict[str, str]) -> None:
         positions = self._positions
         loading = set(keys)
-        while True:
+        while not self._ending.is_set():
             for key in [key for key in loading if _order(positions[key]) >= _order(ends[key])]:
                 loading.discard(key)
                 await self._loaded(key)
@@ -339,7 +351,7 @@ class Sharing:
         pause_s = _FIRST_PAUSE_S
         if self.prefixes.lossy:
             self._tell_what_was_dropped()
-        while True:
+        while not self._ending.is_set():
             now_s = self._clock()
             budgets = self.prefixes.budgets_bytes()
             try:
