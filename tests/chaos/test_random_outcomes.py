@@ -96,8 +96,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> None:
     def watched(owner: type, name: str) -> None:
         original = getattr(owner, name)
 
-        def wrapper(self: LoadLedger | Ticket, *arguments: object) -> object:
-            result = original(self, *arguments)
+        def wrapper(self: LoadLedger | Ticket, *arguments: object, **named: object) -> object:
+            result = original(self, *arguments, **named)
             ledger = self if isinstance(self, LoadLedger) else self._ledger
             for column in (
                 ledger.in_flight,
