@@ -4,14 +4,15 @@ Rule: minimise over the candidates
 
     predicted TTFT, of which waiting for KV memory counts wait_price only
       + prefill_price x own prefill seconds       the work is taken from everybody: its shadow price
-      + eviction_price x reuse x fullness x own prefill seconds       what the prompt drives out is computed again
+      + eviction_price x reuse x own prefill seconds       where the cache is full: what is driven out is computed again
+      + queue_price x own prefill seconds x requests waiting       they may have to share their step with this prompt
       + decode_price x delay put on running decodes
-      + answer_price x expected answer x decode step      a large batch makes all its answers, and steps to join, slow
+      + batch_price x decode step squared over idle step       a large batch makes its answers, and steps to join, slow
       + memory_price x share of KV memory this request would overcommit
 
-Fullness is the share of the KV memory that requests in flight take at their full length; reuse, the share of prompt
-tokens that have lately been found cached where requests went. Memory is overcommitted when fullness with this request
-exceeds one; then requests wait, or are preempted, for tens of seconds.
+Reuse is the share of prompt tokens that have lately been found cached where requests went. Memory is overcommitted when
+what is in flight, at its full length and with this request, does not fit; then requests wait, or are preempted, for
+tens of seconds. Requests wait for the same step only while fewer tokens than one step takes are before them.
 
 Why not TTFT alone: two replicas with equal queues look alike to the request, but computing a prefix twice costs the
 fleet twice. Minimising TTFT greedily fragments prefixes over the fleet until every cache holds everything and none
@@ -22,8 +23,8 @@ Why waiting for memory counts so little: a request that leaves a replica without
 of memory elsewhere instead of the little it needs beside the cached part, and the wait moves with it. Counted in full,
 a fleet that is short of memory ends up with all prefixes everywhere and room for none.
 
-Why the answer's time counts: replicas that hold a prefix that most requests share would otherwise serve them all, in
-ever larger batches, because a copy of the prefix never pays for itself within one request.
+Why the batch counts, and a large one more than in proportion: replicas that hold a prefix most requests share would
+otherwise serve them all, in ever larger batches, because a copy of the prefix never pays for itself within one request.
 
 Costs that differ by less than predictions are worth are ties, broken at random: several gateways with the same view do
 not herd, nor does all that could go anywhere go to the one replica that is ahead by a hair.
@@ -35,6 +36,9 @@ from policies.types import Candidates, Choice, Column, Request
 
 _TIE = 0.02
 """Relative difference of costs that decides nothing."""
+
+_STEP_TOKENS = 8192
+"""Prompt tokens of one step of the engine, vLLM's default; longer queues than that keep this prompt out of it."""
 
 _REUSE_STEP = 0.01
 """Weight of one request in the moving share of cached prompt tokens."""
@@ -49,11 +53,15 @@ class PredictedTTFT:
             Column.PREDICTED_TTFT_S,
             Column.OWN_PREFILL_S,
             Column.DECODE_DELAY_S,
-            Column.FULL_STEP_S,
+            Column.BATCH_COST_S,
             Column.MEMORY_WAIT_S,
             Column.MATCHED_TOKENS,
             Column.KV_CAPACITY_TOKENS,
             Column.KV_ROOM_TOKENS,
+            Column.CACHE_FULL,
+            Column.IN_FLIGHT,
+            Column.DECODES,
+            Column.PREFILL_TOKENS,
         }
     )
 
@@ -63,48 +71,57 @@ class PredictedTTFT:
         prefill_price: float = 1.0,
         eviction_price: float = 1.0,
         decode_price: float = 0.02,
-        answer_price: float = 0.03,
+        batch_price: float = 5.0,
         memory_price: float = 10.0,
         wait_price: float = 0.03,
+        queue_price: float = 0.5,
     ) -> None:
         """Make the policy.
 
         Args:
             seed: for ties.
             prefill_price: seconds of cost per second of own prefill (lambda).
-            eviction_price: the same for what it drives out, where memory is full and all of it is used again.
+            eviction_price: the same for what it drives out, where the cache is full and all of it is used again.
             decode_price: seconds of cost per second of delay summed over running decodes (mu).
-            answer_price: seconds of cost per second that the answer is expected to take after its first token.
+            batch_price: seconds of cost per second of decode step with all in flight, times that over an idle step.
             memory_price: seconds of cost per overcommitted share of the replica's KV memory.
             wait_price: seconds of cost per second of waiting for KV memory.
+            queue_price: seconds of cost per second of own prefill and request that waits for the same step.
         """
         self._random = Random(seed)
         self.prefill_price = prefill_price
         self.eviction_price = eviction_price
         self.decode_price = decode_price
-        self.answer_price = answer_price
+        self.batch_price = batch_price
         self.memory_price = memory_price
         self.wait_price = wait_price
+        self.queue_price = queue_price
         self._reuse = 0.0
 
     def choose(self, request: Request, candidates: Candidates) -> Choice:
         """Pick the candidate of least cost."""
         ttft, own, delay = candidates.predicted_ttft_s, candidates.own_prefill_s, candidates.decode_delay_s
-        step, waits, matched = candidates.full_step_s, candidates.memory_wait_s, candidates.matched_tokens
+        step, waits, matched = candidates.batch_cost_s, candidates.memory_wait_s, candidates.matched_tokens
+        in_flight, decodes, tokens = candidates.in_flight, candidates.decodes, candidates.prefill_tokens
+        queue_price, full = self.queue_price, candidates.cache_full
         capacity, room = candidates.kv_capacity_tokens, candidates.kv_room_tokens
         prefill_price, decode_price = self.prefill_price, self.decode_price
         eviction_price = self.eviction_price * self._reuse
-        answer_price = self.answer_price * request.expected_output_tokens
+        batch_price = self.batch_price
         needed = request.prompt_tokens + request.expected_output_tokens
         best_cost = float("inf")
         best = candidates.slots[0]
         ties = 1
         for slot in candidates.slots:
             work = own[slot]
-            cost = ttft[slot] + prefill_price * work + decode_price * delay[slot] + answer_price * step[slot]
+            cost = ttft[slot] + prefill_price * work + decode_price * delay[slot] + batch_price * step[slot]
+            waiting = in_flight[slot] - decodes[slot]
+            if waiting and tokens[slot] < _STEP_TOKENS:
+                cost += queue_price * waiting * work
             left, most = room[slot], capacity[slot]
-            if left < most:
-                cost += eviction_price * work * (1.0 - left / most if left > 0.0 else 1.0)
+            if full[slot]:
+                cost += eviction_price * work
+            if left < needed:
                 over = needed - matched[slot] - left
                 if over > 0.0:
                     cost += self.memory_price * over / most
@@ -124,7 +141,7 @@ class PredictedTTFT:
             "ttft_s": ttft[best],
             "own_prefill_s": own[best],
             "decode_delay_s": delay[best],
-            "full_step_s": step[best],
+            "batch_cost_s": step[best],
             "matched_tokens": matched[best],
         }
         if waits[best]:

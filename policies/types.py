@@ -42,14 +42,17 @@ class Column(StrEnum):
     """Tokens of KV memory the engine has."""
     KV_ROOM_TOKENS = "kv_room_tokens"
     """Tokens of KV memory left if all answers in flight were at their full length; negative when they will not fit."""
+    CACHE_FULL = "cache_full"
+    """The prefix map believes that the replica's KV memory is full of cached prompts: what comes drives something out.
+    As old as scraped columns."""
     MATCHED_TOKENS = "matched_tokens"
     """Prompt tokens the prefix map says the replica holds. Per request."""
     OWN_PREFILL_S = "own_prefill_s"
     """Predicted seconds of prefill for the uncached part of this prompt. Per request."""
     PREDICTED_TTFT_S = "predicted_ttft_s"
     """Predicted seconds from now to the first token. Per request."""
-    FULL_STEP_S = "full_step_s"
-    """Predicted seconds of one decode step once all requests in flight decode, and this one. Per request, as well."""
+    BATCH_COST_S = "batch_cost_s"
+    """Predicted decode step with all in flight and this request, times its ratio to an idle step. Per request."""
     MEMORY_WAIT_S = "memory_wait_s"
     """Of the predicted TTFT, seconds of waiting for KV memory. Per request, like the other predictions."""
     DECODE_STEP_S = "decode_step_s"
@@ -104,11 +107,12 @@ class Candidates:
     kv_own_tokens: Sequence[float] = ()
     kv_capacity_tokens: Sequence[float] = ()
     kv_room_tokens: Sequence[float] = ()
+    cache_full: Sequence[bool] = ()
     matched_tokens: Sequence[float] = ()
     own_prefill_s: Sequence[float] = ()
     predicted_ttft_s: Sequence[float] = ()
     decode_delay_s: Sequence[float] = ()
-    full_step_s: Sequence[float] = ()
+    batch_cost_s: Sequence[float] = ()
     memory_wait_s: Sequence[float] = ()
     decode_step_s: Sequence[float] = ()
     engine_waiting: Sequence[int] = ()

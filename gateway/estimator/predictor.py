@@ -219,7 +219,7 @@ class Predictor:
         predicted_ttft_s: list[float],
         decode_delay_s: list[float],
         decode_step_s: list[float],
-        full_step_s: list[float],
+        batch_cost_s: list[float],
         kv_tokens: Sequence[float],
     ) -> None:
         """Fill the per-request columns for the candidate slots.
@@ -239,7 +239,8 @@ class Predictor:
             predicted_ttft_s: by slot, written: predicted seconds to the first token.
             decode_delay_s: by slot, written: seconds of delay put on running decodes, summed over them.
             decode_step_s: by slot, written: seconds of one decode step with the decodes that run now.
-            full_step_s: by slot, written: the same once all that is in flight decodes, and this request with it.
+            batch_cost_s: by slot, written: the same once all that is in flight decodes, and this request with it, times
+                its ratio to the step of an idle replica.
             kv_tokens: by slot, prompt and expected output tokens of all in flight.
         """
         constants, budget = self._constants, self.token_budget
@@ -268,7 +269,9 @@ class Predictor:
                 memory = steps * overhead
                 decode_delay_s[slot] = 0.0
             decode_step_s[slot] = step
-            full_step_s[slot] = weights + overhead + (kv_tokens[slot] + prompt_tokens) * per_kv
+            idle = weights + overhead
+            full = idle + (kv_tokens[slot] + prompt_tokens) * per_kv
+            batch_cost_s[slot] = full * full / idle if idle else full
             floor = steps * weights
             # If there is so little to compute, reading the weights takes longer.
             predicted_ttft_s[slot] = constant + memory + (compute if compute > floor else floor)

@@ -37,6 +37,9 @@ makes approximate routing collapse."""
 
 _SWEEP_PER_INSERT = 64
 
+_FULL_SHARE = 0.9
+"""Share of the capacity from which on a replica's cache counts as full: the rest is answers."""
+
 
 class Schedule(Protocol):
     """Where prompts are cut into blocks; `gateway.prompt.blocks.BlockSchedule` is one."""
@@ -327,6 +330,11 @@ class PrefixIndex:
     def held_bytes(self, slot: int) -> int:
         """Canonical bytes the replica is believed to hold."""
         return self._replicas[slot].held_bytes if slot < len(self._replicas) else 0
+
+    def full(self, slot: int) -> bool:
+        """Whether the replica is believed to hold about as much as it can."""
+        replica = self._replicas[slot]
+        return replica.held_bytes > _FULL_SHARE * replica.capacity_bytes
 
     def blocks(self, slot: int) -> int:
         """Number of blocks the replica is believed to hold."""

@@ -52,6 +52,7 @@ class Assignment:
 
     __slots__ = (
         "_attempt",
+        "_crowded",
         "_first",
         "_holding",
         "_own_prefill_s",
@@ -115,6 +116,7 @@ class Assignment:
         self._ticket = ticket
         self._promise = promise
         self._holding = holding
+        self._crowded = self.slot in parts.memory.crowded
         self._attempt = attempt
         self._first = first
         self.outlook = outlook
@@ -194,7 +196,8 @@ class Assignment:
             predictor.observe_steps(slot, factor)
         if self._promise is not None:
             # After a hand-off, what the engine calls cached is what the other replica found in its own cache.
-            told = prompt_tokens if self.hand_off is None else None
+            # Where answers have grown into the cache, what is missing says nothing of how much a replica can hold.
+            told = prompt_tokens if self.hand_off is None and not self._crowded else None
             self._promise.ended(told, cached_tokens, kept=keep_prefix)
         parts.learn(self._query, prompt_tokens, completion_tokens)
         if self.predicted_tpot_s is not None:

@@ -30,7 +30,7 @@ _PREDICTED_COLUMNS = frozenset(
         Column.OWN_PREFILL_S,
         Column.DECODE_DELAY_S,
         Column.DECODE_STEP_S,
-        Column.FULL_STEP_S,
+        Column.BATCH_COST_S,
         Column.MEMORY_WAIT_S,
     }
 )
@@ -70,11 +70,12 @@ class Columns:
         self._ahead_s: list[float] = []
         self._delay_s: list[float] = []
         self._step_s: list[float] = []
-        self._full_step_s: list[float] = []
+        self._batch_cost_s: list[float] = []
         self._names: list[str] = []
         self._waiting: list[int] = []
         self._running: list[int] = []
         self._kv_usage: list[float] = []
+        self._cache_full: list[bool] = []
         self._waits: list[int] = []
         self._key: PromptKey | None = None
         self._scraped_at_s: list[float | None] = []
@@ -94,12 +95,13 @@ class Columns:
             kv_own_tokens=ledger.kv_own_tokens,
             kv_capacity_tokens=memory.capacity_tokens,
             kv_room_tokens=memory.room_tokens,
+            cache_full=self._cache_full,
             matched_tokens=self.matched_tokens,
             own_prefill_s=self.own_prefill_s,
             predicted_ttft_s=self.predicted_ttft_s,
             decode_delay_s=self._delay_s,
             memory_wait_s=self.memory_wait_s,
-            full_step_s=self._full_step_s,
+            batch_cost_s=self._batch_cost_s,
             decode_step_s=self._step_s,
             engine_waiting=self._waiting,
             engine_running=self._running,
@@ -117,13 +119,14 @@ class Columns:
                 self._ahead_s,
                 self._delay_s,
                 self._step_s,
-                self._full_step_s,
+                self._batch_cost_s,
                 self._kv_usage,
             ):
                 column.append(0.0)
             self._waiting.append(0)
             self._running.append(0)
             self._scraped_at_s.append(None)
+            self._cache_full.append(False)
             self.block_tokens.append(ENGINE_BLOCK_TOKENS)
             self._names.append("")
         self._names[slot] = name
@@ -236,7 +239,7 @@ class Columns:
             self.predicted_ttft_s,
             self._delay_s,
             self._step_s,
-            self._full_step_s,
+            self._batch_cost_s,
             ledger.kv_tokens,
         )
         memory = self._memory
@@ -267,6 +270,7 @@ class Columns:
                 self._waiting[slot] = kv.waiting or 0
                 self._running[slot] = kv.running or 0
                 self._kv_usage[slot] = kv.kv_usage or 0.0
+                self._cache_full[slot] = self._index.full(slot)
                 if kv.scraped_at_s != self._scraped_at_s[slot]:
                     self._scraped_at_s[slot] = kv.scraped_at_s
                     if kv.kv_usage is not None and kv.waiting == 0:

@@ -129,17 +129,29 @@ def test_driving_out_what_is_used_again_counts_where_memory_is_full() -> None:
     cached = candidates([0], matched_tokens=[1000])
     for _ in range(2000):
         policy.choose(REQUEST, cached)
-    # Everything is reused by now. Half of the memory is taken: half of 0.2 s on top of it and of its shadow price.
-    view = candidates([0], predicted_ttft_s=[0.2], own_prefill_s=[0.2], kv_room_tokens=[5e5])
-    assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2 + 0.5 * 0.2)
+    # Everything is reused by now: 0.2 s once more on top of it and of its shadow price.
+    view = candidates([0], predicted_ttft_s=[0.2], own_prefill_s=[0.2], cache_full=[1])
+    assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2 + 0.2)
     assert PredictedTTFT().choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2)
 
 
+def test_who_waits_for_the_same_step_counts() -> None:
+    # Two wait for their first token, at first for the next step and then behind more than a step takes.
+    view = candidates(
+        [0], predicted_ttft_s=[0.3], own_prefill_s=[0.1], in_flight=[5], decodes=[3], prefill_tokens=[100]
+    )
+    assert PredictedTTFT(queue_price=0.5).choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.3 + 0.1 + 0.1)
+    view = candidates(
+        [0], predicted_ttft_s=[0.3], own_prefill_s=[0.1], in_flight=[5], decodes=[3], prefill_tokens=[9000]
+    )
+    assert PredictedTTFT(queue_price=0.5).choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.3 + 0.1)
+
+
 def test_a_large_batch_is_left_for_a_copy_of_the_prefix() -> None:
-    # A hundred tokens at 60 ms each against the same at 10 ms and 0.05 s of prefill.
-    view = candidates([0, 1], predicted_ttft_s=[0.09, 0.06], own_prefill_s=[0.0, 0.05], full_step_s=[0.06, 0.01])
-    assert PredictedTTFT(answer_price=0.0).choose(REQUEST, view).slot == 0
-    assert PredictedTTFT(answer_price=0.03).choose(REQUEST, view).slot == 1
+    # A batch that makes steps long against 0.05 s of prefill.
+    view = candidates([0, 1], predicted_ttft_s=[0.09, 0.06], own_prefill_s=[0.0, 0.05], batch_cost_s=[0.06, 0.01])
+    assert PredictedTTFT(batch_price=0.0).choose(REQUEST, view).slot == 0
+    assert PredictedTTFT(batch_price=5.0).choose(REQUEST, view).slot == 1
 
 
 def test_ties_are_drawn_evenly() -> None:
