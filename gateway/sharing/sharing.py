@@ -14,6 +14,7 @@ What may go wrong, and what is done
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 import time
@@ -205,9 +206,15 @@ class Sharing:
             parts += [self._follow(client, [key], ends) for key in self._positions]
         else:
             parts.append(self._follow(client, list(self._positions), ends))
-        async with asyncio.TaskGroup() as group:
-            for part in parts:
-                group.create_task(self._until_ending(part))
+        if self.loaded_s is None:
+            # A map being loaded is nothing but new objects that stay: looking through them is in vain, and long.
+            gc.disable()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part in parts:
+                    group.create_task(self._until_ending(part))
+        finally:
+            gc.enable()
 
     async def _until_ending(self, part: Coroutine[Any, Any, None]) -> None:
         try:
@@ -327,6 +334,8 @@ class Sharing:
                 begun_s = self._clock()
         if self.loaded_s is None and all(self.prefixes.is_loaded(shard) for shard in range(len(self._keys.logs))):
             self.loaded_s = self._clock() - self._started_s
+            gc.freeze()
+            gc.enable()
             logger.info("the shared prefix map is loaded, after %.1f s", self.loaded_s)
 
     async def _read_again(self, client: Client, keys: list[str]) -> None:
