@@ -15,10 +15,10 @@ from loadtests.compare import unloaded
 from loadtests.compare.cache import Cache
 from loadtests.compare.cell import Cell
 from loadtests.compare.oracle import BOUNDS
-from loadtests.compare.report import below_mark, sources, to_json, to_markdown
+from loadtests.compare.report import below_mark, to_json, to_markdown, version_warnings
 from loadtests.compare.results import Results
 from loadtests.compare.run import cells_of, run_all, worth_other_seeds
-from loadtests.compare.scenario import OURS, TRACE, Group
+from loadtests.compare.scenario import TRACE, Group
 from loadtests.compare.scenarios import SCENARIOS
 from loadtests.compare.targets import verdicts
 from loadtests.compare.verdict import Verdict, missed
@@ -124,9 +124,7 @@ def main(
     known = [content for cell in cells if (content := cache.load(cell)) is not None]
     results = _results(known)
     found = verdicts(results, scenarios)
-    warnings = []
-    if (versions := sources(known)) > 1:
-        warnings.append(f"The cells of {OURS} come from {versions} versions of the code.")
+    warnings = version_warnings(known)
     if markdown_path is not None:
         name = trace.name if trace is not None else None
         command = _command(trace=name, sets=groups, scenarios=names, policies=policies, seeds=seeds)

@@ -101,9 +101,18 @@ def verdict_table(verdicts: Sequence[Verdict]) -> list[str]:
     return lines
 
 
-def sources(cells: Sequence[Mapping[str, Any]], policy: str = OURS) -> int:
-    """From how many versions of the code the cells of a policy come."""
-    return len({cell.get("source") for cell in cells if cell["policy"] == policy})
+def version_warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What to know of cells that come from several versions of the code."""
+    ours = {cell.get("source") for cell in cells if cell["policy"] == OURS}
+    others = {cell.get("source") for cell in cells if cell["policy"] != OURS}
+    warnings = []
+    if len(ours) > 1:
+        warnings.append(f"The cells of {OURS} come from {len(ours)} versions of the code.")
+    if others - ours:
+        warnings.append(
+            f"Cells of the other policies come from {len(others)} versions of the code, some of them older."
+        )
+    return warnings
 
 
 def to_markdown(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.compare.report import MARK, below_mark, sources, verdict_table
+from loadtests.compare.report import MARK, below_mark, verdict_table, version_warnings
 from loadtests.compare.results import HIT_RATE, TTFT_MEAN, Results
 from loadtests.compare.scenario import OURS, Group, Scenario
 from loadtests.compare.scenarios import SCENARIOS
@@ -280,8 +280,10 @@ def test_what_stands_above_the_mark_is_kept() -> None:
 
 
 def test_cells_of_several_versions_are_noticed() -> None:
-    cells = [cell("s", OURS, 1.0), {**cell("s", OURS, 1.0, 2), "source": "b"}]
-    others = [{**cell("s", "random", 1.0), "source": "c"}]
-    assert sources([*cells, *others]) == 2
-    assert sources(others) == 0
-    assert sources(others, "random") == 1
+    ours, theirs = cell("s", OURS, 1.0), cell("s", "random", 1.0)
+    assert version_warnings([ours, theirs]) == []
+    assert version_warnings([ours, {**cell("s", OURS, 1.0, 2), "source": "b"}, theirs]) == [
+        f"The cells of {OURS} come from 2 versions of the code."
+    ]
+    (warning,) = version_warnings([ours, theirs, {**theirs, "seed": 2, "source": "b"}])
+    assert warning.startswith("Cells of the other policies come from 2 versions")
