@@ -79,6 +79,15 @@ class Ticket:
         self._context_tokens = context_tokens
         self._phase = _WAITING
 
+    def load(self, times: float) -> Load:
+        """Return the work, not the places, of this many requests like this one before its first token."""
+        return Load(
+            prefill_tokens=times * self._prefill_tokens,
+            prefill_work_s=times * self._prefill_s,
+            kv_tokens=times * self._kv_tokens,
+            kv_own_tokens=times * self._kv_own_tokens,
+        )
+
     def first_token(self, now_s: float) -> None:
         """The first token has been seen: the prefill part is released, the request decodes. Idempotent."""
         phase = self._phase
@@ -121,8 +130,11 @@ class Ticket:
             ledger.context_tokens[slot] = max(context_tokens, 0.0) if decodes else 0.0
         left = ledger.in_flight[slot] - 1
         ledger.in_flight[slot] = left
-        ledger.kv_tokens[slot] = max(ledger.kv_tokens[slot] - self._kv_tokens, 0.0) if left else 0.0
-        ledger.kv_own_tokens[slot] = max(ledger.kv_own_tokens[slot] - self._kv_own_tokens, 0.0) if left else 0.0
+        ledger.kv_tokens[slot] = (
+            max(ledger.kv_tokens[slot] - self._kv_tokens, 0.0) if left else ledger._others[slot].kv_tokens
+        )
+        own_tokens = ledger.kv_own_tokens[slot] - self._kv_own_tokens
+        ledger.kv_own_tokens[slot] = max(own_tokens, 0.0) if left else ledger._others[slot].kv_own_tokens
 
 
 class LoadLedger:
@@ -143,6 +155,7 @@ class LoadLedger:
         "kv_own_tokens",
         "kv_tokens",
         "on_room",
+        "on_start",
         "prefill_tokens",
         "prefill_work_s",
         "reserved",
@@ -152,6 +165,8 @@ class LoadLedger:
     def __init__(self) -> None:
         self.on_room: Callable[[], None] | None = None
         """Called when others have less in flight than before: requests may wait for that."""
+        self.on_start: Callable[[Ticket, float], None] | None = None
+        """Called with every request counted, and when: others may be doing the same."""
         self.in_flight: list[int] = []
         """Requests sent and not ended."""
         self.prefill_tokens: list[float] = []
@@ -238,6 +253,28 @@ class LoadLedger:
         if load.in_flight < before.in_flight and self.on_room is not None:
             self.on_room()
 
+    def expect(self, slot: int, load: Load) -> None:
+        """Expect others to have more outstanding than `set_others` has said; what it says next takes the place of this.
+
+        Args:
+            slot: the replica's slot.
+            load: their work; no requests and decodes.
+        """
+        others = self._others[slot]
+        self._others[slot] = Load(
+            others.in_flight,
+            others.decodes,
+            others.prefill_tokens + load.prefill_tokens,
+            others.prefill_work_s + load.prefill_work_s,
+            others.context_tokens,
+            others.kv_tokens + load.kv_tokens,
+            others.kv_own_tokens + load.kv_own_tokens,
+        )
+        self.prefill_tokens[slot] += load.prefill_tokens
+        self.prefill_work_s[slot] += load.prefill_work_s
+        self.kv_tokens[slot] += load.kv_tokens
+        self.kv_own_tokens[slot] += load.kv_own_tokens
+
     def own(self, slot: int) -> Load:
         """Return what this worker itself has outstanding on a slot's replica."""
         others = self._others[slot]
@@ -307,6 +344,8 @@ class LoadLedger:
             self._heads[slot] = ticket
             # An earlier first token on this slot cannot be later than this request.
             self._busy_since_s[slot] = now_s
+        if self.on_start is not None:
+            self.on_start(ticket, now_s)
         return ticket
 
     def prefill_ahead_s(self, slot: int, now_s: float) -> float:

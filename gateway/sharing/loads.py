@@ -1,6 +1,15 @@
-"""The load's side of sharing: what this worker has outstanding, and what others have. No I/O and no clock."""
+"""The load's side of sharing: what this worker has outstanding, and what others have. No I/O and no clock.
 
-from gateway.replicas.load import NO_LOAD, Load, LoadLedger
+Between two entries all workers see the same state, and all would send what comes next to the same replica: what one
+sees as a gap that two requests fill, eight requests of four workers fall into. So each expects the others to do as it
+does: for every request it starts, the work of so many more counts on that replica as there are requests of others for
+one of its own, until their entries tell what they did. In bursts where one worker puts 1.06 to 1.07 times the mean on
+one replica, four put 1.34 to 1.37 times that without this, and 1.17 with it (`tests/unit/test_sharing_loads.py`).
+"""
+
+from collections.abc import Iterable
+
+from gateway.replicas.load import NO_LOAD, Load, LoadLedger, Ticket
 from gateway.replicas.registry import Change, Fleet, Replica
 from gateway.sharing.layout import replica_identity
 from gateway.sharing.messages import loads_of, pack_loads, writer_of
@@ -14,12 +23,19 @@ TELL_EVERY_S_PER_WORKER = 0.005
 """With many workers each tells less often, so that all of them together do not tell more than 200 times a second."""
 
 
+_EXPECTED_FOR_S = 0.02
+"""An expectation is given up between one and two times this later; about how long it takes to hear from others."""
+_PRIOR = 10.0
+"""Requests a second that every worker is taken to start besides those it tells: after a pause all are alike."""
+
+
 class _Worker:
     """Another worker."""
 
-    __slots__ = ("budgets_bytes", "heard_s", "loads")
+    __slots__ = ("budgets_bytes", "heard_s", "loads", "started")
 
     def __init__(self) -> None:
+        self.started = 0
         self.heard_s = 0.0
         self.loads: dict[int, Load] = {}
         self.budgets_bytes: tuple[int, ...] = ()
@@ -43,6 +59,14 @@ class LoadShare:
         self._slots: dict[int, int] = {}
         self._told: dict[int, Load] = {}
         self._heartbeat_s = float("-inf")
+        self._started = 0
+        self._started_before = 0
+        self._echo = 0.0
+        # What others are expected to have started, by slot: lately, and before that.
+        self._expected: dict[int, Load] = {}
+        self._expected_before: dict[int, Load] = {}
+        self._turned_s = float("-inf")
+        ledger.on_start = self._on_start
         for replica in fleet.replicas.values():
             self._changed(Change.ADDED, replica)
         fleet.on_change(self._changed)
@@ -64,6 +88,7 @@ class LoadShare:
             now_s: monotonic seconds.
             budgets_bytes: bytes the prefix logs are to keep, for this worker's part.
         """
+        self._turn(now_s)
         ledger, told = self._ledger, self._told
         heartbeat = now_s - self._heartbeat_s >= HEARTBEAT_S
         loads: list[tuple[int, Load]] = []
@@ -78,12 +103,14 @@ class LoadShare:
                 loads.append((identity, load))
         if heartbeat:
             self._heartbeat_s = now_s
-            return pack_loads(self._writer, loads, budgets_bytes)
-        return pack_loads(self._writer, loads) if loads else None
+            self._started_before, self._started = self._started, 0
+            self._weigh()
+            return pack_loads(self._writer, self._started_before, loads, budgets_bytes)
+        return pack_loads(self._writer, self._started_before, loads) if loads else None
 
     def farewell(self) -> bytes:
         """Return the entry of a worker that stops."""
-        return pack_loads(self._writer, (), [0])
+        return pack_loads(self._writer, 0, (), [0])
 
     def retell(self) -> None:
         """Tell everything with the next entry."""
@@ -102,10 +129,12 @@ class LoadShare:
         writer = writer_of(entry)
         if writer == self._writer:
             return writer
-        budgets, loads = loads_of(entry)
+        started, budgets, loads = loads_of(entry)
         worker = self._workers.get(writer)
-        if worker is None:
-            worker = self._workers[writer] = _Worker()
+        if worker is None or worker.started != started:
+            worker = self._workers.setdefault(writer, _Worker())
+            worker.started = started
+            self._weigh()
         worker.heard_s = now_s
         changed = set(loads)
         if budgets:
@@ -123,6 +152,7 @@ class LoadShare:
         for writer, worker in list(self._workers.items()):
             if now_s - worker.heard_s > EXPIRE_S:
                 del self._workers[writer]
+                self._weigh()
                 for identity in worker.loads:
                     self._sum(identity)
 
@@ -133,13 +163,41 @@ class LoadShare:
             default=0,
         )
 
+    def _weigh(self) -> None:
+        """Count how many requests others start for one of this worker's."""
+        others = sum(worker.started + _PRIOR for worker in self._workers.values())
+        self._echo = min(others / (self._started_before + _PRIOR), len(self._workers))
+
+    def _on_start(self, ticket: Ticket, now_s: float) -> None:
+        self._started += 1
+        if not self._echo:
+            return
+        if now_s - self._turned_s > 2 * _EXPECTED_FOR_S:
+            self._turn(now_s)
+        load, slot = ticket.load(self._echo), ticket.slot
+        before = self._expected.get(slot)
+        self._expected[slot] = load if before is None else _sum_of((before, load))
+        self._ledger.expect(slot, load)
+
+    def _turn(self, now_s: float) -> None:
+        """Give up what was expected before, if it is time."""
+        if now_s - self._turned_s >= _EXPECTED_FOR_S:
+            self._turned_s = now_s
+            given_up, self._expected_before, self._expected = self._expected_before, self._expected, {}
+            for slot in given_up:
+                replica = self._fleet.by_slot[slot]
+                if replica is not None:
+                    self._sum(replica_identity(replica.base_url))
+
     def _sum(self, identity: int) -> None:
         slot = self._slots.get(identity)
         if slot is None:
             return
         loads = [worker.loads[identity] for worker in self._workers.values() if identity in worker.loads]
-        total = NO_LOAD if not any(load.in_flight for load in loads) else Load(*map(sum, zip(*loads, strict=True)))
-        self._ledger.set_others(slot, total)
+        if not any(load.in_flight for load in loads):
+            loads.clear()
+        loads += [expected[slot] for expected in (self._expected, self._expected_before) if slot in expected]
+        self._ledger.set_others(slot, _sum_of(loads) if loads else NO_LOAD)
 
     def _changed(self, change: Change, replica: Replica) -> None:
         if change is Change.ADDED:
@@ -151,3 +209,9 @@ class LoadShare:
             identity = replica_identity(replica.base_url)
             self._slots.pop(identity, None)
             self._told.pop(identity, None)
+            self._expected.pop(replica.slot, None)
+            self._expected_before.pop(replica.slot, None)
+
+
+def _sum_of(loads: Iterable[Load]) -> Load:
+    return Load(*map(sum, zip(*loads, strict=True)))

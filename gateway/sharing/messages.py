@@ -6,8 +6,9 @@ a count (u16). With a count of `CUT`, the replica does not hold that block at th
 `count` hashes (u64 each) follow: the replica holds them behind the first `depth` blocks, the last of which is the named
 one, and all of these were just used.
 
-A load entry is the writer's number (u64), the number of prefix logs (u16; 0 if it tells of changes only), for each of
-these the bytes its writer wants kept (u32), and per replica its identity (u64) and the fields of a `Load`: two u32,
+A load entry is the writer's number (u64), the requests it has started in the last whole second (u32), the number of
+prefix logs (u16; 0 if it tells of changes only), for each of these the bytes its writer wants kept (u32), and per
+replica its identity (u64) and the fields of a `Load`: two u32,
 five f32. After one that is not of changes only, replicas that are not in it have none.
 """
 
@@ -26,7 +27,7 @@ MAX_TAIL = 1024
 _WRITER = Struct("<Q")
 _GROUP = Struct("<QQI")
 _RECORD = Struct("<QIH")
-_LOAD_HEAD = Struct("<QH")
+_LOAD_HEAD = Struct("<QIH")
 _LOAD = Struct("<QIIfffff")
 _SWAP = sys.byteorder == "big"
 
@@ -131,15 +132,21 @@ def records_of(records: memoryview) -> Iterator[tuple[int, int, "array[int] | No
         raise BadEntry from error
 
 
-def pack_loads(writer: int, loads: Iterable[tuple[int, Load]], budgets_bytes: Sequence[int] = ()) -> bytes:
+def pack_loads(
+    writer: int, started: int, loads: Iterable[tuple[int, Load]], budgets_bytes: Sequence[int] = ()
+) -> bytes:
     """Return the bytes of a load entry.
 
     Args:
         writer: the worker's number.
+        started: requests it has started in the last whole second.
         loads: replicas' identities and what is outstanding there.
         budgets_bytes: bytes the prefix logs are to keep; given when there is nothing outstanding anywhere else.
     """
-    parts = [_LOAD_HEAD.pack(writer, len(budgets_bytes)), Struct(f"<{len(budgets_bytes)}I").pack(*budgets_bytes)]
+    parts = [
+        _LOAD_HEAD.pack(writer, started, len(budgets_bytes)),
+        Struct(f"<{len(budgets_bytes)}I").pack(*budgets_bytes),
+    ]
     for identity, load in loads:
         parts.append(
             _LOAD.pack(
@@ -156,16 +163,16 @@ def pack_loads(writer: int, loads: Iterable[tuple[int, Load]], budgets_bytes: Se
     return b"".join(parts)
 
 
-def loads_of(entry: bytes) -> tuple[tuple[int, ...], dict[int, Load]]:
-    """Return the budgets (none if it tells of changes only) and the loads by identity of a load entry.
+def loads_of(entry: bytes) -> tuple[int, tuple[int, ...], dict[int, Load]]:
+    """Return requests started, budgets (none if it tells of changes only) and loads by identity of a load entry.
 
     Raises:
         BadEntry: it is none.
     """
     try:
-        count = _LOAD_HEAD.unpack_from(entry)[1]
+        _, started, count = _LOAD_HEAD.unpack_from(entry)
         budgets: tuple[int, ...] = Struct(f"<{count}I").unpack_from(entry, _LOAD_HEAD.size)
         items = _LOAD.iter_unpack(memoryview(entry)[_LOAD_HEAD.size + 4 * count :])
-        return budgets, {identity: Load(*fields) for identity, *fields in items}
+        return started, budgets, {identity: Load(*fields) for identity, *fields in items}
     except struct_error as error:
         raise BadEntry from error

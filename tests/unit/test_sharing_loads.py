@@ -1,0 +1,279 @@
+"""Several workers' loads in one ledger each, and what bursts do to replicas then. Virtual time throughout."""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.estimator.predictor import Predictor
+from gateway.prefixes.index import PrefixIndex
+from gateway.prompt.blocks import DEFAULT_SCHEDULE, prompt_key
+from gateway.prompt.body import RequestBody
+from gateway.prompt.tokens import TokensPerByte
+from gateway.replicas.breaker import BreakerSettings, Outcome
+from gateway.replicas.ejection import Ejector
+from gateway.replicas.load import NO_LOAD, Load, LoadLedger
+from gateway.replicas.registry import Fleet
+from gateway.replicas.spec import ReplicaSpec
+from gateway.routing.router import Router
+from gateway.sharing import messages
+from gateway.sharing.loads import EXPIRE_S, HEARTBEAT_S, LoadShare
+from policies.catalog import make_policy
+
+URLS = ("http://a:8000", "http://b:8000", "http://c:8000")
+
+
+def fleet_of(*urls: str) -> Fleet:
+    fleet = Fleet()
+    for url in urls:
+        fleet.set_up(fleet.add(ReplicaSpec(url, hardware="h100-sxm", model_shape="llama-3.1-8b")), True)
+    return fleet
+
+
+class Worker:
+    def __init__(self, number: int, *urls: str) -> None:
+        self.fleet = fleet_of(*urls)
+        self.ledger = LoadLedger()
+        self.share = LoadShare(self.ledger, self.fleet, number)
+
+    def columns(self, slot: int) -> Load:
+        ledger = self.ledger
+        return Load(
+            ledger.in_flight[slot],
+            ledger.decodes[slot],
+            ledger.prefill_tokens[slot],
+            ledger.prefill_work_s[slot],
+            ledger.context_tokens[slot],
+            ledger.kv_tokens[slot],
+            ledger.kv_own_tokens[slot],
+        )
+
+
+def tell(one: Worker, other: Worker, now_s: float) -> None:
+    entry = one.share.entry(now_s, [1000, 2000])
+    if entry is not None:
+        other.share.read(entry, now_s)
+
+
+def test_each_sees_the_sum_whatever_its_slots() -> None:
+    one, other = Worker(1, *URLS), Worker(2, *URLS[::-1])
+    one.ledger.start(0, 0.0, 1000, 400, 0.25, 50)
+    other.ledger.start(2, 0.0, 100, 100, 0.5, 10)
+    tell(one, other, 0.0)
+    assert other.columns(2) == Load(2, 0, 500.0, 0.75, 0.0, 1160.0, 560.0)
+    assert other.columns(0) == NO_LOAD
+    assert other.ledger.own(2).in_flight == 1
+    assert one.columns(0).in_flight == 1
+
+
+def test_a_prefill_of_others_is_ahead_less_what_is_done_of_it() -> None:
+    one, other = Worker(1, *URLS), Worker(2, *URLS)
+    other.ledger.on_start = None  # expects nothing of others
+    one.ledger.start(0, 0.0, 1000, 1000, 1.0, 50)
+    tell(one, other, 0.75)
+    assert other.ledger.prefill_ahead_s(0, 0.75) == pytest.approx(0.25)
+    column = [0.0]
+    other.ledger.fill_prefill_ahead_s((0,), 0.75, column)
+    assert column == [pytest.approx(0.25)]
+    other.ledger.start(0, 1.0, 1000, 1000, 0.5, 50)
+    assert other.ledger.prefill_ahead_s(0, 1.0) == pytest.approx(0.75)
+
+
+def test_only_changes_are_told_and_everything_once_a_second() -> None:
+    one = Worker(1, *URLS)
+    one.ledger.start(0, 0.0, 100, 0, 0.0, 50).first_token(0.0)
+    assert one.share.entry(0.0, [7]) is not None
+    assert one.share.entry(0.1, [7]) is None
+    one.ledger.start(1, 0.2, 100, 0, 0.0, 50).first_token(0.2)
+    entry = one.share.entry(0.2, [7])
+    assert entry is not None
+    assert len(messages.loads_of(entry)[2]) == 1
+    entry = one.share.entry(HEARTBEAT_S, [7])
+    assert entry is not None
+    _, budgets, loads = messages.loads_of(entry)
+    assert (budgets, len(loads)) == ((7,), 2)
+
+
+def test_a_lost_entry_heals_and_a_silent_worker_has_no_load() -> None:
+    one, other = Worker(1, *URLS), Worker(2, *URLS)
+    ticket = one.ledger.start(0, 0.0, 100, 0, 0.0, 50)
+    tell(one, other, 0.0)
+    ticket.finish()
+    one.share.entry(0.1, [1])  # lost on the way
+    assert other.columns(0).in_flight == 1
+    tell(one, other, HEARTBEAT_S)
+    assert other.columns(0) == NO_LOAD
+    one.ledger.start(1, 1.1, 100, 0, 0.0, 50)
+    tell(one, other, 1.2)
+    other.share.expire(1.2 + EXPIRE_S)
+    assert (other.columns(1).in_flight, other.share.workers) == (1, 2)
+    other.share.expire(1.3 + EXPIRE_S)
+    assert (other.columns(1), other.share.workers) == (NO_LOAD, 1)
+
+
+def test_a_worker_that_says_farewell_has_no_load() -> None:
+    one, other = Worker(1, *URLS), Worker(2, *URLS)
+    one.ledger.start(0, 0.0, 100, 0, 0.0, 50)
+    tell(one, other, 0.0)
+    other.share.read(one.share.farewell(), 0.1)
+    assert other.columns(0) == NO_LOAD
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.integers(0, 1), st.integers(0, 1), st.sampled_from(["start", "first", "finish", "tell"]), st.integers(0, 4)
+    ),
+    max_size=40,
+)
+
+
+@given(EVENTS)
+def test_nothing_is_left_when_all_have_ended_in_any_order(events: list[tuple[int, int, str, int]]) -> None:
+    workers = [Worker(1, *URLS), Worker(2, *URLS)]
+    tickets: list[list[Any]] = [[], []]
+    now_s = 0.0
+    for number, slot, event, which in events:
+        now_s += 0.013
+        if event == "start":
+            tickets[number].append(workers[number].ledger.start(slot, now_s, 1000.3, 333.1 * which, 0.07 * which, 77.7))
+        elif event == "tell":
+            tell(workers[number], workers[1 - number], now_s)
+        elif tickets[number]:
+            ticket = tickets[number][which % len(tickets[number])]
+            if event == "first":
+                ticket.first_token(now_s)
+            else:
+                ticket.finish(now_s)
+        for worker in workers:
+            for slot in (0, 1):
+                assert all(value >= 0 for value in worker.columns(slot))
+                assert worker.ledger.prefill_ahead_s(slot, now_s) >= 0
+    for ticket in itertools.chain(*tickets):
+        ticket.finish(now_s)
+    for later_s in (1.0, 2.0):  # what was expected is given up
+        for one, other in (workers, workers[::-1]):
+            tell(one, other, now_s + later_s)
+    for worker in workers:
+        assert [worker.columns(slot) for slot in (0, 1)] == [NO_LOAD, NO_LOAD]
+
+
+# -- bursts
+
+
+class Timer:
+    def cancel(self) -> None: ...
+
+
+def call_later(delay_s: float, callback: Callable[..., Any], *args: Any) -> Timer:
+    return Timer()
+
+
+class RoutingWorker(Worker):
+    """A worker with a router."""
+
+    def __init__(self, number: int, *urls: str) -> None:
+        super().__init__(number, *urls)
+        self.router = Router(
+            self.fleet,
+            self.ledger,
+            Ejector(self.fleet, BreakerSettings(), call_later),
+            PrefixIndex(DEFAULT_SCHEDULE),
+            TokensPerByte(),
+            Predictor(),
+            make_policy("predicted_ttft", number),
+        )
+
+
+def spread(
+    workers: int, replicas: int, rate_per_s: float, duration_s: float, prompt_tokens: int, delay_s: float
+) -> float:
+    """Largest share of the requests in flight on one replica, against an equal share, over a burst.
+
+    Every worker gets its part of the arrivals, and tells its load every so often; others hear it after the delay. Each
+    replica computes prompts one after the other at the predicted speed, and answers for a second.
+    """
+    rng = random.Random(5)
+    urls = [f"http://replica-{number}:8000" for number in range(replicas)]
+    all_workers = [RoutingWorker(number + 1, *urls) for number in range(workers)]
+    events: list[tuple[float, int, str, Any]] = []
+    order = itertools.count()
+
+    def at(when_s: float, what: str, value: Any) -> None:
+        heapq.heappush(events, (when_s, next(order), what, value))
+
+    for number in range(int(rate_per_s * duration_s)):
+        at(rng.uniform(0.0, duration_s), "arrival", (all_workers[rng.randrange(workers)], number))
+    for worker in all_workers:
+        at(rng.uniform(0.0, 0.02), "tell", worker)
+    free_s = [0.0] * replicas
+    in_flight = [0] * replicas
+    worst: list[float] = []
+    while events:
+        now_s, _, what, value = heapq.heappop(events)
+        if now_s > duration_s:
+            break
+        if what == "arrival":
+            worker, number = value
+            text = b"%08d" % number * (prompt_tokens // 2)
+            body = RequestBody(None, True, False, 100, 1, None, prompt_key(text, 1))
+            assignment = worker.router.assign(worker.router.query(body, {}), (), now_s)
+            slot = assignment.slot
+            in_flight[slot] += 1
+            prefill_s = worker.router.predictor.own_prefill_s(slot, prompt_tokens, 0)
+            free_s[slot] = max(free_s[slot], now_s) + prefill_s
+            at(free_s[slot], "first", assignment)
+            at(free_s[slot] + 1.0, "end", assignment)
+        elif what == "first":
+            value.first_token(now_s)
+        elif what == "end":
+            in_flight[value.slot] -= 1
+            value.finish(now_s, Outcome.OK, None, None, keep_prefix=True)
+        elif what == "tell":
+            entry = value.share.entry(now_s, [0])
+            if entry is not None:
+                for other in all_workers:
+                    if other is not value:
+                        at(now_s + delay_s, "hear", (other, entry))
+            at(now_s + value.share.tell_every_s, "tell", value)
+        else:
+            value[0].share.read(value[1], now_s)
+        total = sum(in_flight)
+        if what == "arrival" and total >= 10 * replicas:
+            worst.append(max(in_flight) * replicas / total)
+    return sorted(worst)[int(0.99 * len(worst))]
+
+
+def test_others_are_expected_to_do_alike_until_they_tell() -> None:
+    one, other = Worker(1, *URLS), Worker(2, *URLS)
+    tell(other, one, 0.0)
+    assert one.share.workers == 2
+    one.ledger.start(0, 0.0, 1000, 400, 0.25, 50)
+    assert one.columns(0) == Load(1, 0, 800.0, 0.5, 0.0, 2100.0, 900.0)
+    assert one.ledger.own(0) == Load(1, 0, 400.0, 0.25, 0.0, 1050.0, 450.0)
+    one.share.entry(0.03, [0])
+    assert one.columns(0).prefill_tokens == 800.0
+    one.share.entry(0.06, [0])
+    assert one.columns(0) == Load(1, 0, 400.0, 0.25, 0.0, 1050.0, 450.0)
+
+
+def test_others_that_start_little_are_expected_to_start_little() -> None:
+    one, other = Worker(1, *URLS), Worker(2, *URLS)
+    tell(other, one, 0.0)
+    for number in range(90):
+        one.ledger.start(1, number * 0.01, 10, 0, 0.0, 1).finish()
+    one.share.entry(1.0, [0])
+    one.share.entry(1.1, [0])
+    one.share.entry(1.2, [0])
+    one.ledger.start(0, 1.2, 1000, 1000, 1.0, 50)
+    assert one.columns(0).prefill_work_s == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(("rate_per_s", "duration_s"), [(2000, 0.25), (400, 2.0)])
+def test_a_burst_over_four_workers_is_spread_nearly_as_by_one(rate_per_s: float, duration_s: float) -> None:
+    assert spread(1, 8, rate_per_s, duration_s, 4000, 0.03) <= 1.1
+    assert spread(4, 8, rate_per_s, duration_s, 4000, 0.03) <= 1.25
