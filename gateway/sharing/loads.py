@@ -148,7 +148,8 @@ class LoadShare:
         return writer
 
     def expire(self, now_s: float) -> None:
-        """Forget workers that have not been heard for long."""
+        """Forget workers that have not been heard for long, and what they were expected to do."""
+        self._turn(now_s)
         for writer, worker in list(self._workers.items()):
             if now_s - worker.heard_s > EXPIRE_S:
                 del self._workers[writer]

@@ -59,7 +59,9 @@ _RETELL_BLOCKS = 4096
 """What a tick adds to that when everything is told again."""
 _RETELL_WITHIN_S = 2.0
 _LAG_SAMPLES = 256
-_EXPIRE_EVERY_S = 60.0
+_KEYS_EXPIRE_EVERY_S = 60.0
+_EXPIRE_EVERY_S = 0.05
+"""How often, without Redis, what was heard of others is looked at for what is too old."""
 
 
 class Full(RedisError):
@@ -186,7 +188,7 @@ class Sharing:
             until_s = self._clock() + pause_s * (0.5 + self._random.random())
             while (left_s := until_s - self._clock()) > 0:
                 self.loads.expire(self._clock())
-                await asyncio.sleep(min(left_s, 0.5))
+                await asyncio.sleep(min(left_s, _EXPIRE_EVERY_S))
             self.loads.expire(self._clock())
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
@@ -371,7 +373,7 @@ class Sharing:
                     async with asyncio.timeout(self._target.timeout_s):
                         await self._look(client)
                 self._retell(now_s)
-                expires = now_s - expire_s >= _EXPIRE_EVERY_S
+                expires = now_s - expire_s >= _KEYS_EXPIRE_EVERY_S
                 written = await self._write(client, self.loads.entry(now_s, budgets), expires=expires)
                 if expires:
                     expire_s = now_s

@@ -268,6 +268,8 @@ async def test_requests_go_on_without_redis_and_sharing_comes_back(
     before = "b" * 4096
     _, where, _ = await ask(fleet.client, one, before)
     await eventually(lambda: known_blocks(other))
+    # Nor does it expect any more that the other sends something there, too.
+    await eventually(lambda: not any(one.gateway.router.ledger.prefill_work_s))
     mend = await fault(redis)
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
@@ -280,8 +282,10 @@ async def test_requests_go_on_without_redis_and_sharing_comes_back(
     await eventually(lambda: not sharing(one).up and not sharing(other).up)
     during = "c" * 4096
     _, where, _ = await ask(fleet.client, one, during)
+    await eventually(lambda: not any(one.gateway.router.ledger.prefill_work_s))
     async with fleet.client.get(f"{one.admin_url}/metrics") as response:
         assert "\nwarmgate_redis_up 0.0" in await response.text()
+    await eventually(lambda: caplog.text.count(FAULTS[fault]) >= 2)
     await mend()
     await eventually(lambda: sharing(one).up and sharing(other).up)
     await eventually(lambda: known_blocks(other) == known_blocks(one))
@@ -289,7 +293,8 @@ async def test_requests_go_on_without_redis_and_sharing_comes_back(
     assert (replica, cached > 900) == (where, True)
     for part in (FAULTS[fault], "Redis is back"):
         lines = [record.message for record in caplog.records if part in record.message]
-        assert len(lines) == 2, lines  # one of each gateway
+        # One of each gateway, not one of each attempt; another when a busy machine makes Redis slow once more.
+        assert 2 <= len(lines) <= 4, lines
     # A cold one finds what was sent in the meantime, too.
     late = await fleet.gateway(settings)
     await up(late)
