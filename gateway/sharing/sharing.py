@@ -495,7 +495,9 @@ def _reason(error: BaseException) -> str:
     """Say what is wrong without the address, which may carry a password."""
     if isinstance(error, Full):
         return "it is full"
-    if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
+    if isinstance(error, NoPermissionError):
+        return f"a right is missing: {str(error)[:120]}"
+    if isinstance(error, AuthenticationError | AuthorizationError):
         return "wrong user or password"
     if isinstance(error, TimeoutError) or "imeout" in type(error).__name__:
         return "it does not answer"
