@@ -196,7 +196,7 @@ class Engine:
         duration_s = self.cost.step_s(prefill_tokens + decodes, pairs, self._decodes.context_tokens)
         steps = 1
         # Without decodes the step is an idle one: blocks that are held for others keep what waits from beginning.
-        if max_steps > 1 and decodes and not chunks and not preempted:
+        if max_steps > 1 and decodes and not chunks and not preempted and not self._evictions_may_admit():
             steps = bulk_steps(self.cost, self._decodes, self.pool.free_blocks, duration_s, max_steps, max_duration_s)
             self.pool.take(self._decodes.blocks_needed(1, steps - 1))
             duration_s = bulk_duration_s(self.cost, self._decodes, steps, duration_s)
@@ -282,6 +282,20 @@ class Engine:
             slots -= 1
             chunks.append((request, chunk))
             admitted.append(request)
+
+    def _evictions_may_admit(self) -> bool:
+        """Say whether the first in line may come to fit although nobody leaves.
+
+        Its cached blocks that no request holds count against what is free. When decodes evict one of them, it finds
+        fewer cached, or finds the copy that another request holds, and may need less.
+        """
+        if not self._waiting or len(self._decodes) >= self.limits.max_sequences:
+            return False
+        request = next(iter(self._waiting))
+        target = request.prompt_tokens + request.emitted
+        hashes = request.block_hashes
+        hit = self.pool.match(hashes, min((target - 1) // self._block_size, request.hashed_blocks))
+        return self.pool.idle_blocks(hashes, hit) > 0
 
     def _finish_decodes(self, steps: int, stored: list[StoredBlocks] | None) -> list[EngineRequest]:
         decodes = self._decodes

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.estimator.roofline import StepCost
@@ -301,7 +301,13 @@ class Scenario:
 sequence_history: dict[EngineRequest, list[int]] = {}
 
 
+_TWO_COPIES = EngineLimits(
+    kv_capacity_tokens=24, block_size_tokens=1, max_batched_tokens=15, max_sequences=2, enable_prefix_caching=True
+)
+
+
 @settings(max_examples=150, deadline=None)
+@example(limits=_TWO_COPIES, seed=49216, actions="aaxxssaaaa")  # evictions let the first in line in
 @given(limits=LIMITS, seed=st.integers(0, 1 << 30), actions=st.text("aaassssssssx", min_size=10, max_size=120))
 def test_engine_does_what_the_plain_rules_say(limits: EngineLimits, seed: int, actions: str) -> None:
     sequence_history.clear()
