@@ -51,7 +51,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _SLICE_S = 0.002
 """Longest time of reading at a stretch; then requests have their turn."""
 _READ_ENTRIES = 32
-_GATHER_S = 0.005
+_GATHER_S = 0.01
 """Pause after a read that has brought all there is, so that the next brings more than one entry."""
 _TICK_BYTES = 256 << 10
 """What one tick writes at most."""

@@ -255,9 +255,9 @@ def test_others_are_expected_to_do_alike_until_they_tell() -> None:
     one.ledger.start(0, 0.0, 1000, 400, 0.25, 50)
     assert one.columns(0) == Load(1, 0, 800.0, 0.5, 0.0, 2100.0, 900.0)
     assert one.ledger.own(0) == Load(1, 0, 400.0, 0.25, 0.0, 1050.0, 450.0)
-    one.share.entry(0.03, [0])
+    one.share.entry(0.04, [0])
     assert one.columns(0).prefill_tokens == 800.0
-    one.share.entry(0.06, [0])
+    one.share.entry(0.08, [0])
     assert one.columns(0) == Load(1, 0, 400.0, 0.25, 0.0, 1050.0, 450.0)
 
 
@@ -273,7 +273,7 @@ def test_others_that_start_little_are_expected_to_start_little() -> None:
     assert one.columns(0).prefill_work_s == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize(("rate_per_s", "duration_s"), [(2000, 0.25), (400, 2.0)])
+@pytest.mark.parametrize(("rate_per_s", "duration_s"), [(2000, 0.25), (400, 2.0), (100, 3.0)])
 def test_a_burst_over_four_workers_is_spread_nearly_as_by_one(rate_per_s: float, duration_s: float) -> None:
     assert spread(1, 8, rate_per_s, duration_s, 4000, 0.03) <= 1.1
     assert spread(4, 8, rate_per_s, duration_s, 4000, 0.03) <= 1.25
