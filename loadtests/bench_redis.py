@@ -4,7 +4,8 @@ Starts a Redis of its own and prints
 
 - propagation: from an insertion in one worker process to the same blocks being known in each other one, and Redis' CPU,
   with prompts of 8 k tokens at 500 requests per second over all workers: once where nine tenths of each prompt are
-  known (turns of conversations), once where nothing is;
+  known (turns of conversations), once where nothing is.
+  "late" is the 99th percentile of how much later than asked for a worker wakes up: what the machine adds by itself;
 - memory: bytes of Redis memory per block alive, for prompts that grow by so many blocks at a time;
 - loading: how long a cold worker takes to load so many blocks, the share of the warm worker's hits it then has, and the
   longest time its event loop stood still.
@@ -174,12 +175,14 @@ def propagating_worker(
         blocks = len(BlockSchedule().hashes(bytes(PROMPT_BYTES), 1))
         sessions = [[rng.getrandbits(60) for _ in range(blocks)] for _ in range(24)]
         sent: dict[int, float] = {}
+        late_s: list[float] = []
         cpu_s = time.process_time()
         async with worker.running():
             begun_s = time.monotonic()
             next_s = begun_s + rng.random() / rate_per_s
             while next_s < begun_s + duration_s:
                 await asyncio.sleep(max(next_s - time.monotonic(), 0.0))
+                late_s.append(time.monotonic() - next_s)
                 session = rng.randrange(len(sessions))
                 keep = int(known * blocks)
                 prompt = sessions[session][:keep] + [rng.getrandbits(60) for _ in range(blocks - keep)]
@@ -189,7 +192,9 @@ def propagating_worker(
             await worker.written()
             await asyncio.sleep(0.5)
             counts = worker.sharing.prefixes.counts
-            results.put((number, sent, index.known_s, (time.process_time() - cpu_s) / duration_s, counts.orphans))
+            results.put(
+                (number, sent, index.known_s, (time.process_time() - cpu_s) / duration_s, counts.orphans, late_s)
+            )
 
     uvloop.run(run())
 
@@ -199,7 +204,18 @@ def propagation(workers: int, replicas: int, rate_per_s: float, duration_s: floa
     table = Table(
         title=f"{rate_per_s:.0f} requests/s, {PROMPT_BYTES} bytes each, {workers} workers, {replicas} replicas"
     )
-    for column in ("known", "requests", "heard", "p50 ms", "p99 ms", "max ms", "Redis CPU", "worker CPU", "orphans"):
+    for column in (
+        "known",
+        "requests",
+        "heard",
+        "p50 ms",
+        "p99 ms",
+        "max ms",
+        "Redis CPU",
+        "worker CPU",
+        "orphans",
+        "late ms",
+    ):
         table.add_column(column, justify="right")
     context = multiprocessing.get_context("spawn")
     for known in (0.9, 0.0):
@@ -223,9 +239,9 @@ def propagation(workers: int, replicas: int, rate_per_s: float, duration_s: floa
                 process.join()
         delays_s = sorted(
             heard_s - sent_s
-            for number, sent, _, _, _ in parts
+            for number, sent, *_ in parts
             for block, sent_s in sent.items()
-            for other, _, known_s, _, _ in parts
+            for other, _, known_s, *_ in parts
             if other != number and (heard_s := known_s.get(block)) is not None
         )
         requests = sum(len(part[1]) for part in parts)
@@ -243,6 +259,7 @@ def propagation(workers: int, replicas: int, rate_per_s: float, duration_s: floa
             f"{cpu:.1%}",
             f"{sum(part[3] for part in parts) / workers:.1%}",
             str(sum(part[4] for part in parts)),
+            at(0.99, sorted(late_s for part in parts for late_s in part[5])),
         )
     return table
 
