@@ -167,8 +167,9 @@ async def test_load_of_others_is_seen_and_ends_with_them(fleet: Fleet, redis: Re
     release.set()
     await asyncio.gather(*tasks)
     await eventually(lambda: seen.in_flight == own.in_flight == [0, 0])
-    for column in (seen.kv_tokens, own.kv_tokens, seen.prefill_work_s, own.context_tokens):
-        assert column == pytest.approx([0.0, 0.0], abs=1e-6)
+    # What each expected of the other ends a little later.
+    columns = (seen.kv_tokens, own.kv_tokens, seen.prefill_work_s, own.context_tokens)
+    await eventually(lambda: max(map(max, columns)) < 1e-6)
 
 
 async def test_load_of_a_worker_that_dies_expires(fleet: Fleet, redis: RedisServer) -> None:
