@@ -40,6 +40,7 @@ class ReplicaOptions:
         name: served model name.
         block_tokens: KV block size; on CPUs a multiple of 32.
         kv_bytes: KV cache, in vLLM's notation.
+        dtype: float32 by default, because CPUs without bfloat16 instructions emulate them at a hundredth of the speed.
         max_model_len: context length in tokens.
         threads: OpenMP threads.
         kv_events: publish KV events over ZMQ, on the port above the API's second free one.
@@ -51,7 +52,8 @@ class ReplicaOptions:
     model: Path
     name: str = "random"
     block_tokens: int = 32
-    kv_bytes: str = "64M"
+    kv_bytes: str = "128M"
+    dtype: str = "float32"
     max_model_len: int = 8192
     threads: int = 1
     kv_events: bool = False
@@ -118,7 +120,7 @@ class VllmReplica:
         program += [f"{name}={value}" for name, value in environment.items()]
         program += [str(options.venv / "bin" / "vllm"), "serve", str(options.model)]
         program += ["--host", LOOPBACK, "--port", str(self._port), "--served-model-name", options.name]
-        program += ["--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"]
+        program += ["--dtype", options.dtype, "--enforce-eager", "--enable-prefix-caching"]
         program += ["--block-size", str(options.block_tokens), "--max-model-len", str(options.max_model_len)]
         program += ["--kv-cache-memory-bytes", options.kv_bytes]
         program += ["--enable-prompt-tokens-details", "--enable-request-id-headers"]
