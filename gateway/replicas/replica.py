@@ -111,7 +111,7 @@ class Replica:
     @property
     def base_models(self) -> frozenset[str]:
         """What it serves, without the adapters."""
-        return self.served - self.adapters.keys()
+        return self.served.difference(self.adapters)
 
     def max_model_len(self, model: str) -> int | None:
         """Context length in tokens of a model it serves, None when it does not tell."""
