@@ -5,19 +5,29 @@ Rule: minimise over the candidates
     predicted TTFT, of which waiting for KV memory counts wait_price only
       + prefill_price x own prefill seconds       the work is taken from everybody: its shadow price
       + eviction_price x reuse x own prefill seconds       where the cache is full: what is driven out is computed again
-      + queue_price x own prefill seconds x requests waiting       they may have to share their step with this prompt
+      + queue_price x own prefill seconds x requests waiting       as many are expected to wait behind it
       + decode_price x delay put on running decodes
       + batch_price x decode step squared over idle step       a large batch makes its answers, and steps to join, slow
       + memory_price x share of KV memory this request would overcommit
 
 Reuse is the share of prompt tokens that have lately been found cached where requests went. Memory is overcommitted when
 what is in flight, at its full length and with this request, does not fit; then requests wait, or are preempted, for
-tens of seconds. Requests wait for the same step only while fewer tokens than one step takes are before them.
+tens of seconds.
 
 Why not TTFT alone: two replicas with equal queues look alike to the request, but computing a prefix twice costs the
 fleet twice. Minimising TTFT greedily fragments prefixes over the fleet until every cache holds everything and none
-holds enough (Mooncake, FAST'25, Algorithm 1, is the greedy form). With prefill_price >= 1 a cached prefix is left only
-when the queue in front of it is longer than the work it saves twice over.
+holds enough (Mooncake, FAST'25, Algorithm 1, is the greedy form). So own prefill has a shadow price beyond its part in
+the request's own TTFT, and it rises with the load of the replica:
+
+- queue_price, by the requests before their first token. All who come while this prompt waits or is computed start later
+  by its own prefill. The server is first come, first served, so by Little's law (J. Little, "A proof for the queuing
+  formula L = lambda W", 1961) those who come during a wait are as many, on average, as are found in the queue. Fewer
+  are charged, because who comes later may go elsewhere. Under overload this term decides: long prompts keep away from
+  queues of many short ones, as where jobs are assigned to servers by size (M. Harchol-Balter, M. Crovella, C. Murta,
+  "On choosing a task assignment policy for a distributed server system", 1999), but no sizes have to be set.
+- decode_price, by the answers that run: each of their streams stands still for as long as the prompt is computed.
+- eviction_price, where the cache is full: what a prompt drives out is computed again if it comes again.
+- prefill_price, on an idle replica as well: a copy takes memory, and the replica may be wanted while it is computed.
 
 Why waiting for memory counts so little: a request that leaves a replica without memory takes its whole prompt's worth
 of memory elsewhere instead of the little it needs beside the cached part, and the wait moves with it. Counted in full,
@@ -36,9 +46,6 @@ from policies.types import Candidates, Choice, Column, Request
 
 _TIE = 0.02
 """Relative difference of costs that decides nothing."""
-
-_STEP_TOKENS = 8192
-"""Prompt tokens of one step of the engine, vLLM's default; longer queues than that keep this prompt out of it."""
 
 _REUSE_STEP = 0.01
 """Weight of one request in the moving share of cached prompt tokens."""
@@ -61,16 +68,15 @@ class PredictedTTFT:
             Column.CACHE_FULL,
             Column.IN_FLIGHT,
             Column.DECODES,
-            Column.PREFILL_TOKENS,
         }
     )
 
     def __init__(
         self,
         seed: int = 0,
-        prefill_price: float = 1.0,
+        prefill_price: float = 0.25,
         eviction_price: float = 1.0,
-        decode_price: float = 0.02,
+        decode_price: float = 0.1,
         batch_price: float = 5.0,
         memory_price: float = 10.0,
         wait_price: float = 0.03,
@@ -86,7 +92,7 @@ class PredictedTTFT:
             batch_price: seconds of cost per second of decode step with all in flight, times that over an idle step.
             memory_price: seconds of cost per overcommitted share of the replica's KV memory.
             wait_price: seconds of cost per second of waiting for KV memory.
-            queue_price: seconds of cost per second of own prefill and request that waits for the same step.
+            queue_price: seconds of cost per second of own prefill and request before its first token.
         """
         self._random = Random(seed)
         self.prefill_price = prefill_price
@@ -102,7 +108,7 @@ class PredictedTTFT:
         """Pick the candidate of least cost."""
         ttft, own, delay = candidates.predicted_ttft_s, candidates.own_prefill_s, candidates.decode_delay_s
         step, waits, matched = candidates.batch_cost_s, candidates.memory_wait_s, candidates.matched_tokens
-        in_flight, decodes, tokens = candidates.in_flight, candidates.decodes, candidates.prefill_tokens
+        in_flight, decodes = candidates.in_flight, candidates.decodes
         queue_price, full = self.queue_price, candidates.cache_full
         capacity, room = candidates.kv_capacity_tokens, candidates.kv_room_tokens
         prefill_price, decode_price = self.prefill_price, self.decode_price
@@ -116,7 +122,7 @@ class PredictedTTFT:
             work = own[slot]
             cost = ttft[slot] + prefill_price * work + decode_price * delay[slot] + batch_price * step[slot]
             waiting = in_flight[slot] - decodes[slot]
-            if waiting and tokens[slot] < _STEP_TOKENS:
+            if waiting:
                 cost += queue_price * waiting * work
             left, most = room[slot], capacity[slot]
             if full[slot]:

@@ -125,33 +125,74 @@ def test_waiting_for_memory_counts_as_little_as_its_price() -> None:
 
 
 def test_driving_out_what_is_used_again_counts_where_memory_is_full() -> None:
-    policy = PredictedTTFT()
+    policy = PredictedTTFT(prefill_price=1.0)
     cached = candidates([0], matched_tokens=[1000])
     for _ in range(2000):
         policy.choose(REQUEST, cached)
     # Everything is reused by now: 0.2 s once more on top of it and of its shadow price.
     view = candidates([0], predicted_ttft_s=[0.2], own_prefill_s=[0.2], cache_full=[1])
     assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2 + 0.2)
-    assert PredictedTTFT().choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2)
+    fresh = PredictedTTFT(prefill_price=1.0)
+    assert fresh.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2)
 
 
-def test_who_waits_for_the_same_step_counts() -> None:
-    # Two wait for their first token, at first for the next step and then behind more than a step takes.
-    view = candidates(
-        [0], predicted_ttft_s=[0.3], own_prefill_s=[0.1], in_flight=[5], decodes=[3], prefill_tokens=[100]
-    )
-    assert PredictedTTFT(queue_price=0.5).choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.3 + 0.1 + 0.1)
-    view = candidates(
-        [0], predicted_ttft_s=[0.3], own_prefill_s=[0.1], in_flight=[5], decodes=[3], prefill_tokens=[9000]
-    )
-    assert PredictedTTFT(queue_price=0.5).choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.3 + 0.1)
+def test_own_prefill_costs_as_much_more_as_requests_are_expected_behind_it() -> None:
+    policy = PredictedTTFT(prefill_price=0.0, queue_price=0.5)
+    # Two of five in flight wait for their first token.
+    view = candidates([0], predicted_ttft_s=[0.3], own_prefill_s=[0.1], in_flight=[5], decodes=[3])
+    assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.3 + 0.5 * 2 * 0.1)
+
+
+def test_long_prompts_keep_away_from_queues_of_many_short_ones() -> None:
+    # Both queues take 10 s: a hundred short prompts, or ten long ones. A short one may go anywhere.
+    queues: dict[str, list[float] | list[int]] = {
+        "predicted_ttft_s": [10.0, 10.1],
+        "in_flight": [100, 10],
+        "decodes": [0, 0],
+    }
+    long = candidates([0, 1], own_prefill_s=[1.0, 1.0], **queues)
+    assert {PredictedTTFT(seed).choose(REQUEST, long).slot for seed in range(20)} == {1}
+    short = candidates([0, 1], own_prefill_s=[0.001, 0.001], **queues)
+    assert {PredictedTTFT(seed).choose(REQUEST, short).slot for seed in range(20)} == {0, 1}
+
+
+@given(
+    own_s=st.floats(0.001, 10.0),
+    ttft_s=st.floats(0.001, 100.0),
+    waiting=st.integers(0, 500),
+    more=st.integers(1, 500),
+    decodes=st.integers(0, 200),
+)
+def test_the_price_of_own_prefill_rises_with_the_load(
+    own_s: float, ttft_s: float, waiting: int, more: int, decodes: int
+) -> None:
+    def price(waiting: int, decodes: int) -> float:
+        # What a second of own prefill costs, the same TTFT given.
+        costs = []
+        for own in (own_s, 0.0):
+            view = candidates(
+                [0],
+                predicted_ttft_s=[ttft_s],
+                own_prefill_s=[own],
+                decode_delay_s=[own * decodes],
+                in_flight=[waiting + decodes],
+                decodes=[decodes],
+            )
+            costs.append(PredictedTTFT().choose(REQUEST, view).terms["cost_s"])
+        return (costs[0] - costs[1]) / own_s
+
+    idle = price(0, 0)
+    assert idle > 0.0
+    assert price(waiting, decodes) >= idle - 1e-6
+    assert price(waiting + more, decodes) > price(waiting, decodes)
+    assert price(waiting, decodes + more) > price(waiting, decodes)
 
 
 def test_a_large_batch_is_left_for_a_copy_of_the_prefix() -> None:
     # A batch that makes steps long against 0.05 s of prefill.
     view = candidates([0, 1], predicted_ttft_s=[0.09, 0.06], own_prefill_s=[0.0, 0.05], batch_cost_s=[0.06, 0.01])
-    assert PredictedTTFT(batch_price=0.0).choose(REQUEST, view).slot == 0
-    assert PredictedTTFT(batch_price=5.0).choose(REQUEST, view).slot == 1
+    assert PredictedTTFT(prefill_price=1.0, batch_price=0.0).choose(REQUEST, view).slot == 0
+    assert PredictedTTFT(prefill_price=1.0, batch_price=5.0).choose(REQUEST, view).slot == 1
 
 
 def test_ties_are_drawn_evenly() -> None:
