@@ -8,6 +8,7 @@ rediss+sentinel://, rediss+cluster://                        the same over TLS
 unix://[user:password@]/path                                 one server on this machine
 """
 
+import asyncio
 import contextlib
 import re
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import NoPermissionError, RedisClusterException, RedisError
 
 _URL = re.compile(
     r"(?P<scheme>rediss?)\+(?P<kind>sentinel|cluster)://(?:(?P<user>[^:@/]*)(?::(?P<password>[^@/]*))?@)?"
@@ -34,6 +35,9 @@ BLOCK_MS = 500
 """How long a read waits for something new."""
 
 Client = Redis | RedisCluster
+
+FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError, asyncio.IncompleteReadError)
+"""What a client raises when Redis is not there or not well; the second is no `RedisError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ async def cluster_of(client: Client, target: RedisTarget) -> Client:
 
 async def close(client: Client) -> None:
     """Close all of a client's connections, also those that the library leaves open."""
-    with contextlib.suppress(RedisError, OSError, TimeoutError):
+    with contextlib.suppress(*FAULTS):
         await client.aclose()
     nodes: list[Any] = []
     if isinstance(client, RedisCluster):
@@ -143,7 +147,7 @@ async def close(client: Client) -> None:
         sentinels = getattr(client.connection_pool, "sentinel_manager", None)
         nodes += [sentinel.connection_pool for sentinel in sentinels.sentinels] if sentinels is not None else []
     for node in nodes:
-        with contextlib.suppress(RedisError, OSError, TimeoutError):
+        with contextlib.suppress(*FAULTS):
             await node.disconnect()
 
 

@@ -39,7 +39,7 @@ from gateway.prefixes.shared import SharedIndex
 from gateway.prompt.blocks import BlockSchedule
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Change, Fleet, Replica
-from gateway.sharing.connection import BLOCK_MS, Client, RedisTarget, close, cluster_of, connect
+from gateway.sharing.connection import BLOCK_MS, FAULTS, Client, RedisTarget, close, cluster_of, connect
 from gateway.sharing.layout import EXPIRE_S, LOAD_ENTRIES, Keys, replica_identity
 from gateway.sharing.loads import HEARTBEAT_S, LoadShare
 from gateway.sharing.messages import BadEntry
@@ -61,7 +61,7 @@ _RETELL_WITHIN_S = 2.0
 _LAG_SAMPLES = 256
 _KEYS_EXPIRE_EVERY_S = 60.0
 _EXPIRE_EVERY_S = 0.05
-"""How often, without Redis, what was heard of others is looked at for what is too old."""
+"""How often what was heard of others is looked at for what is too old, whatever Redis does."""
 
 
 class Full(RedisError):
@@ -133,6 +133,7 @@ class Sharing:
         self._retelling: dict[int, tuple[float, int | None]] = {}
         self._reread: set[tuple[int, int]] = set()
         self._task: asyncio.Task[None] | None = None
+        self._attempt: asyncio.Task[None] | None = None
         self._client: Client | None = None
         fleet.on_change(self._changed)
 
@@ -147,15 +148,17 @@ class Sharing:
             return
         self._stopping = True
         self._ending.set()
-        while not self._task.done():
-            # More than once: a task group that fails at the same moment swallows it (before Python 3.13).
-            self._task.cancel()
-            await asyncio.wait({self._task}, timeout=0.1)
-        self._task = None
+        # The round last: whoever waits for it must not begin another.
+        for task in (self._task, self._attempt):
+            while task is not None and not task.done():
+                # More than once: a task group that fails at the same moment swallows it (before Python 3.13).
+                task.cancel()
+                await asyncio.wait({task}, timeout=0.1)
+        self._task = self._attempt = None
         client = self._client
         if client is not None:
             if self.up:
-                with contextlib.suppress(RedisError, OSError, TimeoutError):
+                with contextlib.suppress(*FAULTS):
                     async with asyncio.timeout(self._target.timeout_s):
                         await self._write(client, self.loads.farewell())
             await close(client)
@@ -169,28 +172,44 @@ class Sharing:
     # -- rounds
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         while not self._stopping:
             begun_s = self._clock()
-            try:
-                await self._round()
-            except* (RedisError, OSError, TimeoutError, asyncio.IncompleteReadError) as group:
-                self._failed(_first(group))
-            except* Exception as group:
-                self.errors += 1
-                logger.error("sharing through Redis has failed and begins anew", exc_info=_first(group))
+            # A task for each: up to Python 3.12, one that has had a task group may stay marked as being cancelled, and
+            # a timeout in it then ends it as a cancellation would.
+            self._attempt = loop.create_task(self._round(), name="sharing round")
+            await self._expiring_until(self._attempt)
+            self._judge(self._attempt)
             self.up = False
             if self._client is not None:
-                await close(self._client)
-                self._client = None
+                client, self._client = self._client, None
+                await self._expiring_until(loop.create_task(close(client)))
             if self._clock() - begun_s > 2 * _MAX_PAUSE_S:
                 pause_s = _FIRST_PAUSE_S
-            until_s = self._clock() + pause_s * (0.5 + self._random.random())
-            while (left_s := until_s - self._clock()) > 0:
-                self.loads.expire(self._clock())
-                await asyncio.sleep(min(left_s, _EXPIRE_EVERY_S))
-            self.loads.expire(self._clock())
+            await self._expiring_until(loop.create_task(asyncio.sleep(pause_s * (0.5 + self._random.random()))))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    async def _expiring_until(self, task: asyncio.Task[None]) -> None:
+        """Wait for the end of a task; what was heard of others becomes too old also while Redis hangs."""
+        try:
+            while not task.done():
+                self.loads.expire(self._clock())
+                await asyncio.wait({task}, timeout=_EXPIRE_EVERY_S)
+        finally:
+            task.cancel()
+
+    def _judge(self, attempt: asyncio.Task[None]) -> None:
+        """Tell how a round has ended."""
+        error = TimeoutError() if attempt.cancelled() else attempt.exception()
+        if error is None:
+            return
+        first = _first(error)
+        if isinstance(first, FAULTS):
+            self._failed(first)
+        else:
+            self.errors += 1
+            logger.error("sharing through Redis has failed and begins anew", exc_info=first)
 
     async def _round(self) -> None:
         async with asyncio.timeout(2 * self._target.timeout_s):
@@ -368,7 +387,6 @@ class Sharing:
             try:
                 if now_s - heartbeat_s >= HEARTBEAT_S:
                     heartbeat_s = now_s
-                    self.loads.expire(now_s)
                     self.prefixes.refresh(now_s)
                     async with asyncio.timeout(self._target.timeout_s):
                         await self._look(client)
@@ -480,8 +498,7 @@ def _order(entry_id: str) -> tuple[int, int]:
     return int(ms), int(number or 0)
 
 
-def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = group
+def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

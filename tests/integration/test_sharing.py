@@ -305,6 +305,35 @@ async def test_requests_go_on_without_redis_and_sharing_comes_back(
     await eventually(lambda: known_blocks(late) == known_blocks(one))
 
 
+async def test_what_others_do_is_forgotten_while_redis_hangs(fleet: Fleet, redis: RedisServer) -> None:
+    release = asyncio.Event()
+
+    async def slow(call: Call) -> None:
+        call.stream_head()
+        call.chunk(token_event("a"))
+        await release.wait()
+        call.end_chunks()
+
+    # Longer than the test waits: it is no end of a timeout that lets go of what others do.
+    settings = {"url": redis.url, "timeout_s": 60}
+    one, other = await fleet.gateway(settings), await fleet.gateway(settings)
+    await up(one, other)
+    for replica in fleet.replicas:
+        replica.script = slow
+    tasks = [asyncio.create_task(ask(fleet.client, other, "o" * 999))]
+    seen = one.gateway.router.ledger
+    await eventually(lambda: sum(seen.in_flight) == 1)
+    redis.hang()
+    tasks.append(asyncio.create_task(ask(fleet.client, one)))
+    await eventually(lambda: sum(replica.in_flight for replica in fleet.replicas) == 2)
+    # What it expects of the other, too, ends at once; what it has heard of it, when that is too old.
+    await eventually(lambda: sum(seen.in_flight) == 1 and max(seen.prefill_work_s) < 1e-9)
+    redis.go_on()
+    await eventually(lambda: sum(seen.in_flight) == 2)
+    release.set()
+    await asyncio.gather(*tasks)
+
+
 async def test_a_flushed_redis_is_filled_again_by_those_who_know(fleet: Fleet, redis: RedisServer) -> None:
     one, other = await fleet.gateway(redis.url), await fleet.gateway(redis.url)
     await up(one, other)
