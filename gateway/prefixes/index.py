@@ -30,6 +30,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 DEFAULT_CAPACITY_BYTES = 1 << 20
 """Canonical bytes a replica is believed to hold until it says more: 262,144 tokens of four bytes. Less than common
 deployments have (an 8B model on an 80 GB card holds about 450,000 tokens), because believing in too much is what
@@ -103,6 +105,7 @@ class Record:
         return self._held_by is not None
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PrefixIndex:
     """Block hashes held by each replica slot, least recently used first out.
 

@@ -25,6 +25,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from gateway.prefixes.index import (
     DEFAULT_CAPACITY_BYTES,
     PrefixIndex,
@@ -98,6 +100,7 @@ class Journal(Protocol):
         ...
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SharedIndex(PrefixIndex):
     """A prefix index that keeps a journal. See the module for what is told.
 

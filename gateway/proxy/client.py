@@ -16,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, cast
 
 import httptools
+from mypy_extensions import mypyc_attr
 
 from gateway.proxy import errors
 from gateway.proxy.errors import GatewayError
@@ -42,6 +43,7 @@ class _Refused(Exception):
         self.error = error
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ClientConnection(asyncio.Protocol):
     """One connection of a client.
 

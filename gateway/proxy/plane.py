@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import orjson
+from mypy_extensions import mypyc_attr
 
 from gateway.prompt.blocks import DEFAULT_SCHEDULE, BlockSchedule
 from gateway.prompt.body import RequestBody, parse_body
@@ -48,6 +49,7 @@ _MAX_BACK_OFF_S = 30.0
 """No Retry-After is believed for longer: health probes and the next request know better."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class DataPlane:
     """Everything exchanges share.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
+from mypy_extensions import mypyc_attr
 
 from gateway.proxy.failures import Cause
 from gateway.proxy.heads import Header, ResponseHead
@@ -303,6 +304,7 @@ class Dial:
         self.exchange: ResponseSink | None = exchange
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ReplicaPool:
     """Connections to one replica: idle ones newest first, dialled when there is none."""
 

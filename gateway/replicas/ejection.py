@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from gateway.replicas.breaker import Breaker, BreakerSettings, Outcome, State
 from gateway.replicas.registry import Change, Fleet
 from gateway.replicas.replica import Replica
@@ -38,6 +40,7 @@ class Attempt:
         self._recorded = False
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Ejector:
     """Takes replicas that fail real requests out of routing for a while."""
 

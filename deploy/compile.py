@@ -1,0 +1,92 @@
+"""Compile the modules that every request passes through, with mypyc.
+
+    python deploy/compile.py                  # build/compiled: a copy of the tree with extensions beside the modules
+    python deploy/compile.py --wheel dist     # and a wheel of it
+
+The modules are the same files, and stay what is imported where no wheel fits the interpreter. The extensions go into a
+copy and never beside the sources: there, an extension older than its module would hide it.
+
+Needs a C compiler, and mypy, setuptools and the package's dependencies in the interpreter that runs this.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TREE = ROOT / "build" / "compiled"
+COPIED = ("gateway", "policies", "loadtests", "tests", "deploy", "pyproject.toml", "README.md", "LICENSE")
+
+MODULES = (
+    "gateway/estimator/{calibration,hardware,model,predictor,roofline,splitting,transfer}",
+    "gateway/prefixes/{feedback,index,shared}",
+    "gateway/prompt/{body,canonical,hand_off,messages,rewrite,token_chain,tokens}",
+    "gateway/proxy/{admission,answer,client,errors,exchange,failures,heads,observe,plane,prefill_leg,record}",
+    "gateway/proxy/{retry_budget,routes,tally,upstream,usage_filter}",
+    "gateway/replicas/{breaker,ejection,kv_memory,load,replica}",
+    "gateway/routing/{assignment,columns,hand_off,query,refusals,room,router,slo}",
+    "policies/{draw,predicted_ttft,slo}",
+)
+"""What is compiled, as shell patterns without the suffix. Not compiled:
+protocols that are looked at at run time (policies/types.py), and what got slower (gateway/prompt/blocks.py: integers
+above 62 bits are objects for mypyc)."""
+
+SETUP = """\
+from mypyc.build import mypycify
+from setuptools import setup
+
+setup(ext_modules=mypycify({paths!r}, opt_level={level!r}, debug_level="0"))
+"""
+
+
+def module_paths() -> list[str]:
+    """The files to compile, relative to the root.
+
+    Raises:
+        FileNotFoundError: if one of them does not exist.
+    """
+    paths = []
+    for pattern in MODULES:
+        folder, names = pattern.rsplit("/", 1)
+        paths += [f"{folder}/{name}.py" for name in names.strip("{}").split(",")]
+    if missing := [path for path in paths if not (ROOT / path).is_file()]:
+        raise FileNotFoundError(f"{', '.join(missing)}: named in {__file__}, but not there")
+    return paths
+
+
+def copy_tree() -> None:
+    """Bring the copy up to date; extensions of an earlier run go."""
+    TREE.mkdir(parents=True, exist_ok=True)
+    for name in COPIED:
+        source, target = ROOT / name, TREE / name
+        if source.is_file():
+            shutil.copy2(source, target)
+        elif source.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for extension in TREE.glob("*.so"):
+        extension.unlink()
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=textwrap.dedent(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--wheel", type=Path, metavar="DIRECTORY", help="Write a wheel there, too.")
+    parser.add_argument("--level", choices=("0", "1", "2", "3"), default="2", help="Of the C compiler's optimisation.")
+    arguments = parser.parse_args()
+    paths = module_paths()
+    copy_tree()
+    (TREE / "setup.py").write_text(SETUP.format(paths=paths, level=arguments.level), encoding="utf-8")
+    subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=TREE, check=True)
+    if arguments.wheel is not None:
+        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*pip, "--wheel-dir", str(arguments.wheel), str(TREE)], check=True)
+
+
+if __name__ == "__main__":
+    main()
