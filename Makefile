@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 REPLICAS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test test-real lint types unit loadtest clean
+.PHONY: run test test-real test-compiled compiled overhead lint types unit loadtest clean
 
 run: $(VENV)/.run
 	$(BIN)/python -m loadtests.stack $(addprefix --replica ,$(REPLICAS))
@@ -34,8 +34,20 @@ test-real: $(VENV)/.dev
 loadtest: $(VENV)/.dev
 	$(BIN)/python -m loadtests.stack --run-locust $(LOCUST_ARGS)
 
+# The hot modules as C extensions, beside the others in build/compiled, and a wheel of them in dist. Needs a C compiler.
+compiled: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet setuptools wheel
+	$(BIN)/python deploy/compile.py --wheel dist
+
+test-compiled: compiled
+	cd build/compiled && PYTHONPATH=. ../../$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# CPU, latency and memory beside other routers: `make overhead OVERHEAD_ARGS="--quick"`. Measures what is compiled.
+overhead: compiled
+	PYTHONPATH=build/compiled $(BIN)/python -m gateway.cli bench overhead $(OVERHEAD_ARGS)
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none found on PATH"; exit 1; }

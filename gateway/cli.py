@@ -12,11 +12,11 @@ from gateway.config import Config, ConfigError, load
 from gateway.estimate_command import estimate
 from gateway.process import configure_logging
 from gateway.replay_command import replay
-from gateway.version import VERSION
+from gateway.version import described
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(VERSION, prog_name="warmgate")
+@click.version_option(described(), prog_name="warmgate")
 def main() -> None:
     """Warmgate: a cache-aware routing gateway for fleets of vLLM replicas."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from gateway.version import VERSION
+from gateway.version import described
 
 _QUICK: dict[str, Any] = {"rounds": 2, "seconds": 0.7, "warmup": 0.3, "sizes": "1,32,128"}
 
@@ -120,7 +120,7 @@ def overhead(
 
     async def measure(directory: Path) -> None:
         if WARMGATE in chosen:
-            result.versions[WARMGATE] = VERSION
+            result.versions[WARMGATE] = described()
         if wanted := [name for name in chosen if name in peers.PACKAGES]:
             result.versions |= await peers.ensure(venv, wanted, lambda text: click.echo(text, err=True))
         if FLOOR in chosen:

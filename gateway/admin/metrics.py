@@ -15,7 +15,7 @@ from gateway.proxy.plane import DataPlane
 from gateway.proxy.tally import Histogram, Series
 from gateway.replicas.ejection import Ejector
 from gateway.replicas.replica import Replica
-from gateway.version import VERSION
+from gateway.version import VERSION, compiled
 
 REPLICAS_AT_ONCE = 8
 """Replicas of a piece: about four milliseconds."""
@@ -96,8 +96,8 @@ class GatewayCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         tally = self._plane.tally
-        build = GaugeMetricFamily("warmgate_build_info", "Version of the gateway.", labels=["version"])
-        build.add_metric([VERSION], 1)
+        build = GaugeMetricFamily("warmgate_build_info", "Version of the gateway.", labels=["version", "compiled"])
+        build.add_metric([VERSION, str(compiled()).lower()], 1)
         yield build
         requests = CounterMetricFamily(
             "warmgate_requests",
