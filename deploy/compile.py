@@ -27,7 +27,7 @@ MODULES = (
     "gateway/proxy/{admission,answer,client,errors,exchange,failures,heads,observe,plane,prefill_leg,record}",
     "gateway/proxy/{retry_budget,routes,tally,upstream,usage_filter}",
     "gateway/replicas/{breaker,ejection,kv_memory,load,replica}",
-    "gateway/routing/{assignment,columns,hand_off,query,refusals,room,router,slo}",
+    "gateway/routing/{assignment,columns,hand_off,query,refusals,room,router,shortlist,slo}",
     "policies/{draw,predicted_ttft,slo}",
 )
 """What is compiled, as shell patterns without the suffix. Not compiled:

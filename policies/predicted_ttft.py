@@ -42,7 +42,7 @@ not herd, nor does all that could go anywhere go to the one replica that is ahea
 
 from random import Random
 
-from policies.types import Candidates, Choice, Column, Request
+from policies.types import Candidates, Choice, Column, FloorPrices, Request
 
 _TIE = 0.02
 """Relative difference of costs that decides nothing."""
@@ -104,6 +104,16 @@ class PredictedTTFT:
         self.queue_price = queue_price
         self._reuse = 0.0
 
+    def floor_prices(self) -> FloorPrices:
+        """Return what `choose` makes of the columns at least; to be kept in step with it."""
+        return FloorPrices(
+            own_prefill=self.prefill_price,
+            own_prefill_where_full=self.eviction_price * self._reuse,
+            own_prefill_per_waiting=self.queue_price,
+            batch=self.batch_price,
+            decode=self.decode_price,
+        )
+
     def choose(self, request: Request, candidates: Candidates) -> Choice:
         """Pick the candidate of least cost."""
         ttft, own, delay = candidates.predicted_ttft_s, candidates.own_prefill_s, candidates.decode_delay_s
@@ -118,28 +128,32 @@ class PredictedTTFT:
         best_cost = float("inf")
         best = candidates.slots[0]
         ties = 1
-        for slot in candidates.slots:
-            work = own[slot]
-            cost = ttft[slot] + prefill_price * work + decode_price * delay[slot] + batch_price * step[slot]
-            waiting = in_flight[slot] - decodes[slot]
-            if waiting:
-                cost += queue_price * waiting * work
-            left, most = room[slot], capacity[slot]
-            if full[slot]:
-                cost += eviction_price * work
-            if left < needed:
-                over = needed - matched[slot] - left
-                if over > 0.0:
-                    cost += self.memory_price * over / most
-                    if waits[slot]:
-                        cost -= (1.0 - self.wait_price) * waits[slot]
-            if cost < best_cost * (1.0 - _TIE):
-                best_cost, best, ties = cost, slot, 1
-            elif cost <= best_cost * (1.0 + _TIE):
-                # Reservoir sampling: each of k ties is kept with probability 1/k.
-                ties += 1
-                if self._random.random() * ties < 1.0:
-                    best = slot
+        slots, looked_at = candidates.slots, 0
+        while slots:
+            looked_at += len(slots)
+            for slot in slots:
+                work = own[slot]
+                cost = ttft[slot] + prefill_price * work + decode_price * delay[slot] + batch_price * step[slot]
+                waiting = in_flight[slot] - decodes[slot]
+                if waiting:
+                    cost += queue_price * waiting * work
+                left, most = room[slot], capacity[slot]
+                if full[slot]:
+                    cost += eviction_price * work
+                if left < needed:
+                    over = needed - matched[slot] - left
+                    if over > 0.0:
+                        cost += self.memory_price * over / most
+                        if waits[slot]:
+                            cost -= (1.0 - self.wait_price) * waits[slot]
+                if cost < best_cost * (1.0 - _TIE):
+                    best_cost, best, ties = cost, slot, 1
+                elif cost <= best_cost * (1.0 + _TIE):
+                    # Reservoir sampling: each of k ties is kept with probability 1/k.
+                    ties += 1
+                    if self._random.random() * ties < 1.0:
+                        best = slot
+            slots = candidates.more(best_cost * (1.0 - _TIE)) if candidates.more is not None else ()
         if request.prompt_tokens > 0.0:
             self._reuse += _REUSE_STEP * (matched[best] / request.prompt_tokens - self._reuse)
         terms = {
@@ -152,6 +166,8 @@ class PredictedTTFT:
         }
         if waits[best]:
             terms["memory_wait_s"] = waits[best]
+        if candidates.total:
+            terms["candidates"], terms["evaluated"] = candidates.total, looked_at
         return Choice(
             best, "least predicted cost" if ties == 1 else f"least predicted cost, one of {ties} alike", terms
         )

@@ -15,9 +15,13 @@ Three kinds of columns:
   them: `engine_waiting`, `engine_running`, `engine_kv_usage`.
 
 A policy that remembers something per slot must also have `forget`: slots are given to other replicas.
+
+In a large fleet, a policy that can say what its costs are made of (`BoundedBelow`) is not shown all candidates at once:
+first those that hold most of the prompt and those with the least load, and more of them when it asks. It asks with the
+cost below which one would change its mind, and is given all that may be.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -118,6 +122,32 @@ class Candidates:
     engine_waiting: Sequence[int] = ()
     engine_running: Sequence[int] = ()
     engine_kv_usage: Sequence[float] = ()
+    more: Callable[[float], Sequence[int]] | None = None
+    """Where `slots` are not all there are: call it with a cost, again and again, for further slots. It returns the next
+    few, their columns filled, and nothing when no candidate is left whose cost could be below."""
+    total: int = 0
+    """How many candidates there are where `slots` are not all; else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class FloorPrices:
+    """What a policy's cost is at least, in seconds: a sum of columns times prices.
+
+    Predicted TTFT, without the wait for KV memory, counts once.
+
+    Attributes:
+        own_prefill: price of own prefill seconds.
+        own_prefill_where_full: price of the same in addition, where the cache is full.
+        own_prefill_per_waiting: price of the same and of each request before its first token.
+        batch: price of the batch cost.
+        decode: price of the delay of decodes.
+    """
+
+    own_prefill: float = 0.0
+    own_prefill_where_full: float = 0.0
+    own_prefill_per_waiting: float = 0.0
+    batch: float = 0.0
+    decode: float = 0.0
 
 
 @dataclass(slots=True)
@@ -154,4 +184,13 @@ class RemembersReplicas(Protocol):
 
         The next replica with this slot may be another one. Slots never seen are to be ignored.
         """
+        ...
+
+
+@runtime_checkable
+class BoundedBelow(Protocol):
+    """What a policy offers that minimises a cost, and need not look at all candidates of a large fleet."""
+
+    def floor_prices(self) -> FloorPrices:
+        """Return what its costs are at least, as of now. It must then heed `Candidates.more`."""
         ...

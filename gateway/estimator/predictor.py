@@ -20,8 +20,10 @@ that are corrected already.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, log
 from typing import NamedTuple
+
+from mypy_extensions import mypyc_attr
 
 from gateway.estimator.calibration import Calibration, Deviation, PredictionErrors
 from gateway.estimator.hardware import HARDWARE, hardware
@@ -39,6 +41,15 @@ _DOUBT = 0.03
 
 _ALL_AT_ONCE, _ALL_EVERY = 64, 16
 """Observations of a class from which on its other replicas are corrected only every so often."""
+
+_ALL_EVERY_SHARE = 0.25
+"""The same per replica, in large fleets: correcting all takes as long as there are many."""
+
+_MOVED, _MOVED_S = 0.01, 0.0005
+"""Changes of a factor, as a share, and of a constant that all of a large class follow."""
+
+_ALIKE = 0.05
+"""Difference of factors, as logarithms, up to which replicas are of a kind."""
 
 NEUTRAL_COST = step_cost(HARDWARE["h100-sxm"], MODELS["llama-3.1-8b"])
 
@@ -97,6 +108,7 @@ class Work(NamedTuple):
     """Reads of weights and KV."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Predictor:
     """Per-slot constants and the predictions made from them."""
 
@@ -118,6 +130,14 @@ class Predictor:
         self._constants: list[tuple[float, float, float, float, float, float, float]] = []
         self._factors: list[tuple[float, float]] = []
         """By slot: factors of compute and memory, class and deviation together."""
+        self._numbers: list[int] = []
+        """By slot: number of its class and uncorrected constants."""
+        self._known_kinds: dict[tuple[ReplicaClass, StepCost], int] = {}
+        self._kinds: list[tuple[int, int, int]] = []
+        self._told: dict[Calibration, tuple[float, float, float]] = {}
+        """By class: factors and constant when all its replicas followed it last."""
+        self.touched: set[int] = set()
+        """Slots whose constants have changed; whoever follows them empties it."""
 
     def configure(self, slot: int, replica_class: ReplicaClass, cost: StepCost | None = None) -> None:
         """Set the class of the replica in a slot; forget what the slot's earlier replica did.
@@ -134,6 +154,8 @@ class Predictor:
             self._costs.append(NEUTRAL_COST)
             self._constants.append((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
             self._factors.append((1.0, 1.0))
+            self._numbers.append(0)
+            self._kinds.append((0, 0, 0))
             self._calibrations.append(calibration)
             self.deviations.append(Deviation())
             self.errors.append(PredictionErrors())
@@ -141,6 +163,7 @@ class Predictor:
             cost = replica_class.cost()
         self._costs[slot] = cost
         self._calibrations[slot] = calibration
+        self._numbers[slot] = self._known_kinds.setdefault((replica_class, cost), len(self._known_kinds))
         self.forget(slot)
 
     def forget(self, slot: int) -> None:
@@ -154,6 +177,8 @@ class Predictor:
         compute = calibration.factor * exp(_beyond_doubt(deviation.compute))
         memory = calibration.memory_factor * exp(_beyond_doubt(deviation.memory))
         self._factors[slot] = (compute, memory)
+        self._kinds[slot] = (self._numbers[slot], int(log(compute) // _ALIKE), int(log(memory) // _ALIKE))
+        self.touched.add(slot)
         self._constants[slot] = (
             compute * cost.prefill_s_per_token,
             compute * cost.attention_s_per_pair,
@@ -167,12 +192,45 @@ class Predictor:
     def _correct_class(self, slot: int, samples: int) -> None:
         """After an observation at a slot; the others of its class follow at once at first, and now and then later."""
         calibration = self._calibrations[slot]
-        if samples < _ALL_AT_ONCE or samples % _ALL_EVERY == 0:
+        every = max(_ALL_EVERY, int(_ALL_EVERY_SHARE * len(self._calibrations)))
+        due = samples % every == 0 and (every == _ALL_EVERY or self._has_moved(calibration))
+        if samples < _ALL_AT_ONCE or due:
+            self._told[calibration] = (calibration.factor, calibration.memory_factor, calibration.constant_s)
             for other, its in enumerate(self._calibrations):
                 if its is calibration:
                     self._correct(other)
         else:
             self._correct(slot)
+
+    def _has_moved(self, calibration: Calibration) -> bool:
+        """Say whether a class has learned something since the last time that all its replicas followed."""
+        factor, memory_factor, constant_s = self._told.get(calibration, (0.0, 0.0, 0.0))
+        return (
+            abs(calibration.factor - factor) > _MOVED * factor
+            or abs(calibration.memory_factor - memory_factor) > _MOVED * memory_factor
+            or abs(calibration.constant_s - constant_s) > _MOVED_S
+        )
+
+    def cost(self, slot: int) -> StepCost:
+        """Return a slot's uncorrected constants."""
+        return self._costs[slot]
+
+    def factors(self, slot: int) -> tuple[float, float]:
+        """Return what a slot's seconds of compute and of memory reads are multiplied with."""
+        return self._factors[slot]
+
+    def kind(self, slot: int) -> tuple[int, int, int]:
+        """Return what replicas have in common that share uncorrected constants, and about the same factors."""
+        return self._kinds[slot]
+
+    def constants(self, slot: int) -> tuple[float, float, float, float, float, float, float]:
+        """Return a slot's corrected constants.
+
+        Returns:
+            Seconds per prompt token, per pair of tokens in attention, per read of the weights, per KV token read, per
+            step, per request, and of compute per decoding answer and step.
+        """
+        return self._constants[slot]
 
     def prefill_only_s(
         self, slot: int, prompt_tokens: float, cached_tokens: float, ahead_s: float, ahead_tokens: float

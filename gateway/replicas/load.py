@@ -23,6 +23,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 _WAITING, _DECODING, _FINISHED, _RESERVED = 0, 1, 2, 3
 
 
@@ -97,6 +99,7 @@ class Ticket:
         ledger, slot = self._ledger, self.slot
         if ledger._generations[slot] != self._generation:
             return
+        ledger.touched.add(slot)
         ledger.decodes[slot] += 1
         ledger.context_tokens[slot] += self._context_tokens
         if phase == _WAITING:
@@ -118,6 +121,7 @@ class Ticket:
         ledger, slot = self._ledger, self.slot
         if ledger._generations[slot] != self._generation:
             return
+        ledger.touched.add(slot)
         if phase == _WAITING:
             is_head = ledger._heads[slot] is self
             ledger._release_prefill(self, now_s if is_head else None)
@@ -137,6 +141,7 @@ class Ticket:
         ledger.kv_own_tokens[slot] = max(own_tokens, 0.0) if left else ledger._others[slot].kv_own_tokens
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LoadLedger:
     """Outstanding work per replica slot.
 
@@ -160,9 +165,12 @@ class LoadLedger:
         "prefill_work_s",
         "reserved",
         "step_seen_s",
+        "touched",
     )
 
     def __init__(self) -> None:
+        self.touched: set[int] = set()
+        """Slots whose columns have changed; whoever follows them empties it."""
         self.on_room: Callable[[], None] | None = None
         """Called when others have less in flight than before: requests may wait for that."""
         self.on_start: Callable[[Ticket, float], None] | None = None
@@ -220,6 +228,7 @@ class LoadLedger:
         if slot >= len(self.in_flight):
             return
         self._generations[slot] += 1
+        self.touched.add(slot)
         self.in_flight[slot] = 0
         self.prefill_tokens[slot] = 0.0
         self.prefill_work_s[slot] = 0.0
@@ -243,6 +252,7 @@ class LoadLedger:
         """
         own, before = self.own(slot), self._others[slot]
         self._others[slot] = load
+        self.touched.add(slot)
         self.in_flight[slot] = own.in_flight + load.in_flight
         self.decodes[slot] = own.decodes + load.decodes
         self.prefill_tokens[slot] = own.prefill_tokens + load.prefill_tokens
@@ -270,6 +280,7 @@ class LoadLedger:
             others.kv_tokens + load.kv_tokens,
             others.kv_own_tokens + load.kv_own_tokens,
         )
+        self.touched.add(slot)
         self.prefill_tokens[slot] += load.prefill_tokens
         self.prefill_work_s[slot] += load.prefill_work_s
         self.kv_tokens[slot] += load.kv_tokens
@@ -330,6 +341,7 @@ class LoadLedger:
         ticket = Ticket(
             self, slot, now_s, uncached_tokens, prefill_s, kv_tokens, kv_own_tokens, kv_tokens - output_tokens * 0.5
         )
+        self.touched.add(slot)
         self.in_flight[slot] += 1
         self.kv_tokens[slot] += kv_tokens
         self.kv_own_tokens[slot] += kv_own_tokens
@@ -364,6 +376,13 @@ class LoadLedger:
             progress_s = head._prefill_s
         ahead_s = self.prefill_work_s[slot] - progress_s
         return ahead_s if ahead_s > 0.0 else 0.0
+
+    def least_prefill_ahead_s(self, slot: int) -> float:
+        """Seconds of prefill that `prefill_ahead_s` will not fall below by the mere passing of time."""
+        head = self._heads[slot]
+        if head is None:
+            return self.prefill_work_s[slot]
+        return max(self.prefill_work_s[slot] - head._prefill_s, 0.0)
 
     def fill_prefill_ahead_s(self, slots: Sequence[int], now_s: float, column: list[float]) -> None:
         """Write `prefill_ahead_s` of each of the slots into a column, in one call.

@@ -5,6 +5,7 @@ ones are scratch space, valid only while a policy chooses. Scraped ones are copi
 """
 
 from collections.abc import Sequence
+from math import inf
 
 from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex
@@ -14,7 +15,8 @@ from gateway.replicas.kv_memory import KvMemory
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Fleet
 from gateway.routing.exact_match import Match, TokenMatch
-from policies.types import Candidates, Column
+from gateway.routing.shortlist import LoadOrder, Walk
+from policies.types import BoundedBelow, Candidates, Column, Policy
 
 ENGINE_BLOCK_TOKENS = 16
 """vLLM's block size on accelerators, until its metrics say otherwise: cached tokens come in multiples of it."""
@@ -22,6 +24,17 @@ ENGINE_BLOCK_TOKENS = 16
 ENGINE_REFRESH_S = 0.05
 """How often what the engines' metrics say is copied for policies that read it: often against any scrape interval,
 seldom against requests."""
+
+ALL_UP_TO = 24
+"""Fleets of up to so many candidates are looked at as a whole: a shortlist would cost as much."""
+
+_FIRST_LOOK = 8
+"""Candidates by load on a shortlist; each further look is at twice as many."""
+
+_MOST_MATCHED = 32
+"""Holders of the longest prefixes that are looked at in any case."""
+
+_ENGINES_AT_ONCE = 64
 
 _ENGINE_COLUMNS = frozenset({Column.ENGINE_WAITING, Column.ENGINE_RUNNING, Column.ENGINE_KV_USAGE})
 _PREDICTED_COLUMNS = frozenset(
@@ -45,6 +58,7 @@ class Columns:
         memory_wait_s: by slot, the part of the predicted TTFT that is waiting for KV memory; per request.
         block_tokens: the engines' block sizes by slot.
         token_match: what the engines themselves have told; None without KV events.
+        all_up_to: see `ALL_UP_TO`.
     """
 
     def __init__(
@@ -83,7 +97,15 @@ class Columns:
         self.token_match: TokenMatch | None = None
         self._matched_by_tokens: Sequence[Match] = ()
         self._engine_read_s = float("-inf")
-        self._reads_engine = self._reads_ahead = self._reads_predictions = False
+        self._reads_engine = self._reads_ahead = self._reads_predictions = self._reads_scraped = False
+        self._next_engine = 0
+        self.all_up_to = ALL_UP_TO
+        self._order = LoadOrder(ledger, memory, predictor, self._cache_full)
+        self._bounded: BoundedBelow | None = None
+        self._walk: Walk | None = None
+        self._look = 0
+        self._among: tuple[Sequence[int], frozenset[int]] = ((), frozenset())
+        self._prompt_tokens = self._now_s = 0.0
         self.candidates = Candidates(
             slots=(),
             names=self._names,
@@ -132,9 +154,19 @@ class Columns:
         self._names[slot] = name
         self._waiting[slot], self._running[slot], self._kv_usage[slot] = 0, 0, 0.0
 
-    def serve(self, reads: frozenset[Column]) -> None:
+    def follow(self, slot: int) -> None:
+        """The slot's replica is configured: keep its place in the order of loads from now on."""
+        self._order.open(slot)
+
+    def retire(self, slot: int) -> None:
+        """The slot's replica is gone."""
+        self._order.retire(slot)
+
+    def serve(self, policy: Policy) -> None:
         """Compute from now on what a policy declares that it reads, and nothing else."""
-        self._reads_engine = not _ENGINE_COLUMNS.isdisjoint(reads)
+        reads = policy.reads
+        self._bounded = policy if isinstance(policy, BoundedBelow) else None
+        self._reads_engine = self._reads_scraped = not _ENGINE_COLUMNS.isdisjoint(reads)
         self._reads_predictions = not _PREDICTED_COLUMNS.isdisjoint(reads)
         # Predictions of waiting for memory are set right by what engines say they hold.
         self._reads_engine = self._reads_engine or self._reads_predictions
@@ -148,6 +180,8 @@ class Columns:
         prompt_tokens: float,
         now_s: float,
         tokens: TokenPrompt | None = None,
+        *,
+        whole: bool = True,
     ) -> Candidates:
         """Fill the columns the policy reads, for one request.
 
@@ -157,6 +191,7 @@ class Columns:
             prompt_tokens: its tokens.
             now_s: monotonic seconds.
             tokens: the prompt as the engine will see it, if known.
+            whole: all candidates must be in the view, however many they are.
 
         Returns:
             The view for the policy. Call `clear` when it is not needed any more.
@@ -166,15 +201,55 @@ class Columns:
             self._match(key, prompt_tokens)
             if tokens is not None and self.token_match is not None:
                 self._match_tokens(self.token_match.match(tokens))
+        candidates = self.candidates
+        if self._reads_engine and now_s - self._engine_read_s >= ENGINE_REFRESH_S:
+            self._read_engines(now_s)
+        if not whole and self._bounded is not None and len(slots) > self.all_up_to:
+            candidates.total, candidates.more = len(slots), self._more
+            slots = self._shortlist(slots, prompt_tokens, now_s, self._bounded)
         if self._reads_ahead:
             self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
         if self._reads_predictions:
             self._predict(slots, prompt_tokens, now_s)
-        if self._reads_engine and now_s - self._engine_read_s >= ENGINE_REFRESH_S:
-            self._read_engines(now_s)
-        candidates = self.candidates
         candidates.slots = slots
         return candidates
+
+    def _shortlist(
+        self, slots: Sequence[int], prompt_tokens: float, now_s: float, bounded: BoundedBelow
+    ) -> Sequence[int]:
+        """Begin with those that hold most of the prompt, and the least loaded."""
+        of, among = self._among
+        if of is not slots:
+            among = frozenset(slots)
+            self._among = (slots, among)
+        tokens = self.matched_tokens
+        matched = {slot for slot, _ in self._matched if slot in among}
+        if self._matched_by_tokens:
+            matched.update(slot for slot, _, _ in self._matched_by_tokens if slot in among)
+        most = 0.0
+        if len(matched) > _MOST_MATCHED:
+            # What all hold, a system prompt, tells nobody apart.
+            most = sorted(tokens[slot] for slot in matched)[-_MOST_MATCHED]
+            matched = {slot for slot in matched if tokens[slot] > most}
+        self._prompt_tokens, self._now_s = prompt_tokens, now_s
+        self._walk = self._order.walk(prompt_tokens, most, bounded.floor_prices(), among, matched)
+        self._look = _FIRST_LOOK
+        first = self._walk.further(inf, _FIRST_LOOK)
+        first.extend(matched)
+        first.sort()
+        return first
+
+    def _more(self, below_s: float) -> Sequence[int]:
+        """What policies call as `Candidates.more`."""
+        walk = self._walk
+        assert walk is not None
+        self._look *= 2
+        slots = walk.further(below_s, self._look)
+        if slots:
+            slots.sort()
+            self._ledger.fill_prefill_ahead_s(slots, self._now_s, self._ahead_s)
+            self._predict(slots, self._prompt_tokens, self._now_s)
+        return slots
 
     def predict_chosen(self, slot: int, prompt_tokens: float, now_s: float) -> None:
         """Make sure there is a prediction for the chosen slot, whatever the policy reads."""
@@ -195,6 +270,8 @@ class Columns:
         for slot, _ in self._matched:
             tokens[slot] = 0.0
         self._matched = ()
+        if self._walk is not None:
+            self._walk, self.candidates.more, self.candidates.total = None, None, 0
         if self._waits:
             for slot in self._waits:
                 self.memory_wait_s[slot] = 0.0
@@ -264,13 +341,23 @@ class Columns:
     def _read_engines(self, now_s: float) -> None:
         """Copy what the engines' metrics last said."""
         self._engine_read_s = now_s
-        for slot, replica in enumerate(self._fleet.by_slot):
+        by_slot = self._fleet.by_slot
+        first, last = 0, len(by_slot)
+        # Where only the wait for memory is set right by it, a large fleet has time.
+        if last > _ENGINES_AT_ONCE and not self._reads_scraped:
+            first = self._next_engine if self._next_engine < last else 0
+            last = self._next_engine = min(first + _ENGINES_AT_ONCE, last)
+        for slot in range(first, last):
+            replica = by_slot[slot]
             if replica is not None:
                 kv = replica.kv
                 self._waiting[slot] = kv.waiting or 0
                 self._running[slot] = kv.running or 0
                 self._kv_usage[slot] = kv.kv_usage or 0.0
-                self._cache_full[slot] = self._index.full(slot)
+                full = self._index.full(slot)
+                if full is not self._cache_full[slot]:
+                    self._cache_full[slot] = full
+                    self._order.touched.add(slot)
                 if kv.scraped_at_s != self._scraped_at_s[slot]:
                     self._scraped_at_s[slot] = kv.scraped_at_s
                     if kv.kv_usage is not None and kv.waiting == 0:

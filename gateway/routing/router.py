@@ -118,7 +118,7 @@ class Router:
 
     def _put_in_force(self, policy: Policy) -> None:
         self._policy = policy
-        self._columns.serve(policy.reads)
+        self._columns.serve(policy)
         # A policy without prices of its own is compared in those of the default.
         defaults = Prices()
         self.hand_offs.prices = Prices(
@@ -219,6 +219,11 @@ class Router:
         """
         fleet = self.fleet
         slots = fleet.route_slots(query.model)
+        prefills = fleet.prefill_slots(query.model)
+        if prefills and self.hand_offs.answer_whole(query.pool, prefills):
+            # Where all others are down they are candidates already.
+            slots = sorted({*slots, *prefills})
+            prefills = ()
         if tried:
             # A replica that has been ejected may fail once more; without it the request must.
             untried = [slot for slot in slots if slot not in tried]
@@ -230,14 +235,17 @@ class Router:
             raise Saturated
         columns, policy, request, key = self._columns, self._policy, query.request, query.key
         prompt_tokens = request.prompt_tokens
-        prefills = fleet.prefill_slots(query.model) if query.divisible else ()
+        if not query.divisible:
+            prefills = ()
         decodes = slots
         if prefills:
             slots = self.hand_offs.out_of_the_way(slots, prompt_tokens)
         request.now_s = now_s
         targets, slo, outlook = query.targets, self.slo, None
         try:
-            candidates = columns.fill(slots, key, prompt_tokens, now_s, query.tokens)
+            candidates = columns.fill(
+                slots, key, prompt_tokens, now_s, query.tokens, whole=targets is not None or bool(prefills)
+            )
             if targets is not None:
                 outlook = slo.narrow(targets, query.pool, request, now_s)
             choice = policy.choose(request, candidates)
@@ -386,6 +394,7 @@ class Router:
             self.index.forget(replica.slot)
             self.feedback.forget(replica.slot)
             self.room.forget(replica.slot)
+            self._columns.retire(replica.slot)
             self._forget(replica.slot)
         elif change is Change.RESTARTED:
             self.memory.retire(replica.slot)
@@ -410,6 +419,7 @@ class Router:
         self.room.limit(slot, replica.spec.max_in_flight)
         self._columns.open(slot, replica.name)
         self._configure(replica)
+        self._columns.follow(slot)
         self.set_capacity(replica)
 
     def _forget(self, slot: int) -> None:
