@@ -207,6 +207,7 @@ def hand_off_rules(config: Config) -> HandOffRules:
             link_bytes_per_s=rate or LINKS[chosen["link"]],
             link_latency_s=chosen["link_latency_ms"] / 1000.0,
             kv_lease_s=chosen["kv_lease_s"],
+            answer_whole=chosen["answer_whole"],
         )
 
     return HandOffRules(settings(common), {name: settings(of) for name, of in common.models.items()})

@@ -110,6 +110,59 @@ def test_over_a_slow_link_everything_stays() -> None:
     assert ask(router, 32_000).hand_off is None
 
 
+def test_over_a_slow_link_prefill_replicas_serve_whole_requests() -> None:
+    router = routed(link_bytes_per_s=LINKS["10g"])
+    for slot in (1, 2):
+        decoding(router, slot, 20)
+    for tokens in (500, 32_000):
+        assignment = ask(router, tokens)
+        assert (assignment.hand_off, assignment.slot) == (None, 0)
+        assignment.finish(1.0, Outcome.OK, tokens, 250, keep_prefix=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"link_bytes_per_s": LINKS["100g"]},
+        {"link_bytes_per_s": LINKS["10g"], "answer_whole": False},
+        {"link_bytes_per_s": LINKS["10g"], "policy": "never"},
+        {"link_bytes_per_s": LINKS["10g"], "connector": "none"},
+        {"link_bytes_per_s": LINKS["10g"], "policy": "threshold", "threshold_tokens": 1_000_000},
+    ],
+)
+def test_otherwise_prefill_replicas_keep_to_their_role(settings: dict[str, Any]) -> None:
+    router = routed(**settings)
+    for slot in (1, 2):
+        decoding(router, slot, 20)
+    for _ in range(5):
+        assert ask(router, 500).slot in (1, 2)
+
+
+def test_a_retry_leaves_out_what_was_tried_among_prefill_replicas_too() -> None:
+    router = routed("pd", link_bytes_per_s=LINKS["10g"])
+    query = router.query(body(500), {})
+    assert {router.assign(query, (tried,), 0.0).slot for tried in (0, 1)} == {0, 1}
+
+
+def test_prefill_replicas_change_sides_with_the_link_that_is_observed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    router = routed(link_bytes_per_s=LINKS["100g"])
+    hand_offs = router.hand_offs
+    own_s = router.predictor.own_prefill_s(0, 8192, 0.0)
+    wire_s = 8192 * 131_072 / LINKS["100g"]
+    sides = []
+    for ratio in (0.9, 1.1, 0.9, 0.7, 0.9):
+        hand_offs._corrections["m"] = ratio * own_s / wire_s
+        sides.append(hand_offs.answer_whole("m", (0,)))
+    assert sides == [False, True, True, False, False]
+    assert [
+        record.message.rpartition("replicas ")[2] for record in caplog.records if "on the wire" in record.message
+    ] == [
+        "serve whole requests",
+        "only prefill",
+    ]
+
+
 def test_a_prompt_that_is_cached_where_it_decodes_stays() -> None:
     router = routed()
     for slot in (1, 2):
