@@ -18,10 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TREE = ROOT / "build" / "compiled"
-COPIED = ("gateway", "policies", "loadtests", "tests", "deploy", "pyproject.toml", "README.md", "LICENSE")
+COPIED = ("gateway", "policies", "loadtests", "tests", "docs", "deploy", "pyproject.toml", "README.md", "LICENSE")
 
 MODULES = (
-    "gateway/estimator/{calibration,hardware,model,predictor,roofline,splitting,transfer}",
+    "gateway/estimator/{calibration,fallback,hardware,model,predictor,roofline,splitting,transfer}",
     "gateway/prefixes/{feedback,index,shared}",
     "gateway/prompt/{body,canonical,hand_off,messages,rewrite,token_chain,tokens}",
     "gateway/proxy/{admission,answer,client,errors,exchange,failures,heads,observe,plane,prefill_leg,record}",

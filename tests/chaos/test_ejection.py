@@ -107,6 +107,7 @@ async def test_a_trial_decides_and_a_client_error_is_no_decision(stub: MakeStub)
         gateway.assert_idle()
 
 
+@pytest.mark.interpreted
 async def test_a_busy_replica_whose_probes_time_out_stays_while_its_streams_flow(stub: MakeStub) -> None:
     flowing = asyncio.Event()
 

@@ -25,6 +25,8 @@ from gateway.proxy.client import ClientConnection
 from gateway.proxy.failures import Phase
 from gateway.proxy.heads import RequestHead, replica_request_head
 
+pytestmark = pytest.mark.interpreted
+
 EXAMPLES = int(os.environ.get("WARMGATE_FUZZ_EXAMPLES", "0"))
 
 # -- two readings

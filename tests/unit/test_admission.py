@@ -236,6 +236,7 @@ def test_an_upload_that_waits_is_read_no_further() -> None:
     bench.assert_idle()
 
 
+@pytest.mark.interpreted
 def test_a_policy_that_raises_does_not_stop_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(specs=[limited()], queue=8)
     bench.request()

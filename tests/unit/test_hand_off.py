@@ -206,6 +206,7 @@ def test_every_policy_may_decide_where_whole_requests_go(policy: str) -> None:
     assert assignment.slot in (1, 2, 3)
 
 
+@pytest.mark.interpreted
 def test_without_prefill_replicas_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     router = routed("mmm")
 

@@ -10,15 +10,17 @@ from policies.catalog import POLICIES, make_policy
 from policies.predicted_ttft import PredictedTTFT
 from policies.types import Candidates, Column, Request
 
+COUNTS = ("in_flight", "decodes", "engine_waiting", "engine_running")
 REQUEST = Request(prompt_tokens=1000.0, expected_output_tokens=100.0)
 
 
 def candidates(slots: list[int], **columns: list[float] | list[int]) -> Candidates:
     size = max(slots) + 1
     filled: dict[str, list[float]] = {column.value: [0.0] * size for column in Column}
+    filled |= {name: [0] * size for name in COUNTS}
     filled["kv_capacity_tokens"] = filled["kv_room_tokens"] = [1e6] * size
     for name, values in columns.items():
-        filled[name] = [float(value) for value in values]
+        filled[name] = list(values) if name in COUNTS else [float(value) for value in values]
     return Candidates(slots=slots, **filled)  # type: ignore[arg-type]
 
 

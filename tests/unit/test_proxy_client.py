@@ -18,6 +18,8 @@ from gateway.proxy.client import ClientConnection, refusal
 from gateway.proxy.failures import Phase
 from gateway.proxy.heads import RequestHead
 
+pytestmark = pytest.mark.interpreted
+
 LIMITS = SimpleNamespace(
     max_head_bytes=1024,
     max_headers=16,
