@@ -15,6 +15,7 @@ from gateway.admin.server import AdminServer
 from gateway.admin.sharing_metrics import SharingCollector
 from gateway.admin.view import GatewayView
 from gateway.config import Config, ModelDisaggregation, ModelSlo, RedisSection, ReplicaConfig
+from gateway.estimator.fallback import FallbackRules
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
 from gateway.estimator.predictor import Predictor
@@ -262,9 +263,11 @@ class Gateway:
             routing.session_header,
             routing.slow_start_s,
             prefixes.feedback,
+            routing.seed,
         )
         self.router.slo.use(slo_rules(config))
         self.router.hand_offs.use(hand_off_rules(config))
+        self.router.fallback.use(FallbackRules(routing.fallback.error, routing.fallback.samples))
         self.sharing: Sharing | None = None
         if redis is not None and isinstance(index, SharedIndex):
             self.sharing = Sharing(
@@ -398,6 +401,7 @@ class Gateway:
         self.router.room.slow_start(routing.slow_start_s)
         self.router.slo.use(slo_rules(config))
         self.router.hand_offs.use(hand_off_rules(config))
+        self.router.fallback.use(FallbackRules(routing.fallback.error, routing.fallback.samples))
         plane, retries = self.plane, config.retries
         plane.use_response_headers(routing.response_headers)
         plane.use_keys([key.get_secret_value() for key in config.auth.client_keys], config.auth.upstream)

@@ -118,6 +118,19 @@ class ReplicaConfig(_Section):
         return key
 
 
+class Fallback(_Section):
+    """When predictions of the time to first token are no longer followed. The default policy then chooses by the prompt
+    tokens to be computed, prefix matches included, times the answers that run, until predictions are good again; they
+    go on being made and compared. Each model is judged by itself."""
+
+    error: float | None = Field(1.0, gt=0)
+    """Median error of the last 64 predictions from which on they are not followed. 1.0: off by a factor of two, up or
+    down. They are again when three quarters are within 60 % of it. What is off by less than 20 ms is not wrong. null:
+    they always are."""
+    samples: int = Field(32, ge=1, le=64)
+    """Predictions that must have been compared before."""
+
+
 class Routing(_Section):
     """How a replica is chosen."""
 
@@ -132,6 +145,7 @@ class Routing(_Section):
     """The engines' max_num_batched_tokens: prompt tokens of one step."""
     response_headers: bool = True
     """Send the x-warmgate-* headers to clients."""
+    fallback: Fallback = Fallback()
     slow_start_s: float = Field(10.0, ge=0)
     """How long a replica that comes up takes to grow from one request at a time to what the others have; 0: at once."""
 

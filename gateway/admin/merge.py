@@ -56,6 +56,8 @@ ACROSS_WORKERS: dict[str, Callable[[Sequence[float]], float]] = {
     "warmgate_ttft_prediction_absolute_error": _mean,
     "warmgate_ttft_prediction_class_absolute_error": _mean,
     "warmgate_ttft_prediction_bias": _mean,
+    # The share of workers that have fallen back.
+    "warmgate_prediction_fallback": _mean,
     "warmgate_ttft_calibration_factor": _mean,
     "warmgate_ttft_calibration_constant_seconds": _mean,
 }

@@ -84,6 +84,7 @@ class GatewayCollector(Collector):
         yield from self._slo()
         yield from self._connections()
         yield from self._classes()
+        yield from self._fallback()
         for series in _batches(list(self._plane.tally.series.items()), at_once):
             yield from self._series(series)
         fleet = self._plane.router.fleet
@@ -309,6 +310,20 @@ class GatewayCollector(Collector):
             if mean is not None:
                 bias.add_metric([replica.name], mean)
         yield from (errors, bias)
+
+    def _fallback(self) -> Iterator[Metric]:
+        active = GaugeMetricFamily(
+            "warmgate_prediction_fallback",
+            "1 while TTFT predictions for the model are too wrong to be followed, and load decides.",
+            labels=["model"],
+        )
+        decisions = CounterMetricFamily(
+            "warmgate_prediction_fallback_decisions", "Requests that load decided for that reason.", labels=["model"]
+        )
+        for model, fallen, number in self._plane.router.fallback.pools():
+            active.add_metric([model], fallen)
+            decisions.add_metric([model], number)
+        yield from (active, decisions)
 
     def _classes(self) -> Iterator[Metric]:
         predictor = self._plane.router.predictor

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from gateway.estimator.fallback import PredictionFallback
 from gateway.estimator.predictor import Predictor, Work
 from gateway.prefixes.feedback import Promise
 from gateway.prefixes.index import PrefixIndex
@@ -28,6 +29,7 @@ class Releases(Protocol):
     predictor: Predictor
     slo: SloFilter
     hand_offs: HandOffs
+    fallback: PredictionFallback
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """The engine has said how long prompt and answer were."""
@@ -140,6 +142,7 @@ class Assignment:
         # The slot may belong to another replica by now.
         if self._first and self._query.key is not None and self._parts.fleet.has(self.replica):
             self._parts.predictor.observe(self.slot, self._work, self.predicted_ttft_s, self.observed_ttft_s)
+            self._parts.fallback.observe(self._query.pool, self.predicted_ttft_s, self.observed_ttft_s)
 
     def presume(self, now_s: float) -> None:
         """A request that is not streamed shows no first token: count it as decoding once it should be."""

@@ -69,6 +69,7 @@ class Columns:
         index: PrefixIndex,
         predictor: Predictor,
         schedule: BlockSchedule,
+        seed: int = 0,
     ) -> None:
         self._fleet = fleet
         self._ledger = ledger
@@ -98,9 +99,10 @@ class Columns:
         self._matched_by_tokens: Sequence[Match] = ()
         self._engine_read_s = float("-inf")
         self._reads_engine = self._reads_ahead = self._reads_predictions = self._reads_scraped = False
+        self._predicted = False
         self._next_engine = 0
         self.all_up_to = ALL_UP_TO
-        self._order = LoadOrder(ledger, memory, predictor, self._cache_full)
+        self._order = LoadOrder(ledger, memory, predictor, self._cache_full, seed)
         self._bounded: BoundedBelow | None = None
         self._walk: Walk | None = None
         self._look = 0
@@ -182,6 +184,7 @@ class Columns:
         tokens: TokenPrompt | None = None,
         *,
         whole: bool = True,
+        predict: bool = True,
     ) -> Candidates:
         """Fill the columns the policy reads, for one request.
 
@@ -192,6 +195,7 @@ class Columns:
             now_s: monotonic seconds.
             tokens: the prompt as the engine will see it, if known.
             whole: all candidates must be in the view, however many they are.
+            predict: fill the predictions, too, if the policy reads any.
 
         Returns:
             The view for the policy. Call `clear` when it is not needed any more.
@@ -207,9 +211,10 @@ class Columns:
         if not whole and self._bounded is not None and len(slots) > self.all_up_to:
             candidates.total, candidates.more = len(slots), self._more
             slots = self._shortlist(slots, prompt_tokens, now_s, self._bounded)
+        self._predicted = self._reads_predictions and predict
         if self._reads_ahead:
             self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
-        if self._reads_predictions:
+        if self._predicted:
             self._predict(slots, prompt_tokens, now_s)
         candidates.slots = slots
         return candidates
@@ -253,14 +258,14 @@ class Columns:
 
     def predict_chosen(self, slot: int, prompt_tokens: float, now_s: float) -> None:
         """Make sure there is a prediction for the chosen slot, whatever the policy reads."""
-        if not self._reads_predictions:
+        if not self._predicted:
             one = (slot,)
             self._ledger.fill_prefill_ahead_s(one, now_s, self._ahead_s)
             self._predict(one, prompt_tokens, now_s)
 
     def predict_all(self, slots: Sequence[int], prompt_tokens: float, now_s: float) -> None:
         """Make sure there are predictions for all of these slots, whatever the policy reads, and it chose from."""
-        if not self._reads_predictions or len(slots) != len(self.candidates.slots):
+        if not self._predicted or len(slots) != len(self.candidates.slots):
             self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
             self._predict(slots, prompt_tokens, now_s)
 

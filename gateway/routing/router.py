@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakSet
 
+from gateway.estimator.fallback import PredictionFallback
 from gateway.estimator.predictor import Predictor, ReplicaClass
 from gateway.prefixes.feedback import CacheFeedback, Promise
 from gateway.prefixes.index import PrefixIndex
@@ -30,7 +31,8 @@ from gateway.routing.query import Query
 from gateway.routing.refusals import NoReplica, Saturated, UnknownModel
 from gateway.routing.room import Room
 from gateway.routing.slo import SloFilter
-from policies.types import Choice, Policy, RemembersReplicas, Request
+from policies.kv_cost import LMetric
+from policies.types import Candidates, Choice, Column, Policy, RemembersReplicas, Request
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class Router:
         session_header: str | None = None,
         slow_start_s: float = 0.0,
         feedback: bool = True,
+        seed: int = 0,
     ) -> None:
         """Wire the parts together and follow the fleet from now on.
 
@@ -74,6 +77,7 @@ class Router:
             session_header: lower-case name of the header that carries a session key.
             slow_start_s: how long a replica that comes up takes to its full share; 0 for none.
             feedback: correct the prefix map by what engines report of their caches.
+            seed: of random choices where predictions are not followed, and of the order of equals in large fleets.
         """
         self.fleet = fleet
         self.ledger = ledger
@@ -84,9 +88,12 @@ class Router:
         self.tokens = tokens
         self.predictor = predictor
         self.memory = KvMemory(index.in_use_bytes)
-        self._columns = Columns(fleet, ledger, self.memory, index, predictor, schedule)
+        self._columns = Columns(fleet, ledger, self.memory, index, predictor, schedule, seed)
         self.slo = SloFilter(ledger, predictor, self._columns)
         self.hand_offs = HandOffs(fleet, ledger, predictor)
+        self.fallback = PredictionFallback()
+        # What decides where predictions do not: counts and tokens, and no times.
+        self._by_load: Policy = LMetric(seed)
         self._offsets = schedule.offsets
         self._token_counted: Callable[[str, TokenPrompt, int], None] | None = None
         self._session_header = session_header.lower().encode() if session_header else None
@@ -119,6 +126,7 @@ class Router:
     def _put_in_force(self, policy: Policy) -> None:
         self._policy = policy
         self._columns.serve(policy)
+        self._predicts = Column.PREDICTED_TTFT_S in policy.reads
         # A policy without prices of its own is compared in those of the default.
         defaults = Prices()
         self.hand_offs.prices = Prices(
@@ -242,17 +250,29 @@ class Router:
             slots = self.hand_offs.out_of_the_way(slots, prompt_tokens)
         request.now_s = now_s
         targets, slo, outlook = query.targets, self.slo, None
+        fallback, pool = self.fallback, query.pool
+        error = fallback.fallen.get(pool) if fallback.fallen and self._predicts else None
         try:
             candidates = columns.fill(
-                slots, key, prompt_tokens, now_s, query.tokens, whole=targets is not None or bool(prefills)
+                slots,
+                key,
+                prompt_tokens,
+                now_s,
+                query.tokens,
+                whole=targets is not None or bool(prefills) or error is not None,
+                predict=error is None,
             )
             if targets is not None:
-                outlook = slo.narrow(targets, query.pool, request, now_s)
-            choice = policy.choose(request, candidates)
+                outlook = slo.narrow(targets, pool, request, now_s)
+            if error is None:
+                choice = policy.choose(request, candidates)
+            else:
+                choice = self._choose_by_load(pool, error, request, candidates)
             slot = choice.slot
             columns.predict_chosen(slot, prompt_tokens, now_s)
             plan = None
-            if prefills and not whole:
+            # Whether to hand off is a matter of predictions, unless a threshold or the operator says so.
+            if prefills and not whole and (error is None or self.hand_offs.rules.of(pool).policy != "predicted"):
                 plan = self._plan(query, prefills, decodes, slot, now_s)
                 if plan is not None:
                     slot = plan.decode_slot
@@ -313,6 +333,14 @@ class Router:
             slo.tpot_s[slot] if targets is not None and targets.tpot_s is not None else None,
             hand_off,
         )
+
+    def _choose_by_load(self, pool: str, error: float, request: Request, candidates: Candidates) -> Choice:
+        """Choose by counts and tokens, because the pool's predictions have been wrong."""
+        self.fallback.decided(pool)
+        choice = self._by_load.choose(request, candidates)
+        choice.reason = f"fallback to load, predictions being off by {100.0 * error:.0f} %; {choice.reason}"
+        choice.terms = {**choice.terms, "prediction_error": error}
+        return choice
 
     def _plan(
         self, query: Query, prefills: Sequence[int], slots: Sequence[int], whole_slot: int, now_s: float

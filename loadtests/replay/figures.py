@@ -83,6 +83,8 @@ class Figures:
     """Most over mean of the requests in flight per replica, averaged over time."""
     requests_per_replica: list[int]
     ttft_prediction: TtftPrediction | None
+    fallback_decisions: int
+    """Requests that load decided, because predictions were too wrong."""
     makespan_s: float
     stages: list[StageFigures]
     """Empty for loads of one stage."""
@@ -149,6 +151,7 @@ def figures(result: ReplayResult, slo: Slo | None = None) -> Figures:
                 and record.first_token_s > record.arrival_s
             ]
         ),
+        fallback_decisions=result.fallback_decisions,
         makespan_s=makespan_s,
         stages=staged,
         stage_means=_stage_means([stage for stage in staged if not stage.warm_up]),

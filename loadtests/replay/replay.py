@@ -55,6 +55,8 @@ class ReplayResult:
     replicas: list[SimulatedReplica]
     decisions_s: "array[float]"
     """CPU seconds of each decision, match and prediction included."""
+    fallback_decisions: int = 0
+    """Requests that load decided, because predictions were too wrong."""
 
 
 class Replay:
@@ -143,6 +145,7 @@ class Replay:
             self._arrivals.spans,
             self._replicas,
             self._decisions_s,
+            sum(decisions for _, _, decisions in self._router.fallback.pools()),
         )
 
     # -- a request

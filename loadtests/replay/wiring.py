@@ -106,6 +106,7 @@ def wire(settings: ReplaySettings, policy: Policy, events: Events) -> GatewayPar
         policy,
         schedule,
         feedback=settings.feedback and not settings.kv_events,
+        seed=settings.seed,
     )
     router.slo.use(SloRules(ModelTargets(refuse=settings.slo_routing == "refuse")))
     router.hand_offs.use(HandOffRules(settings.hand_off))
