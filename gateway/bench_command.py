@@ -34,6 +34,7 @@ bench.add_command(overhead)
     show_default=True,
     help="Arrivals come this many times faster than in the trace.",
 )
+@click.option("--serial", is_flag=True, help="One request after the other, each on a connection of its own.")
 @click.option("--max-output-tokens", type=click.IntRange(min=1), help="Cut longer answers to this.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompt text and the policies.")
 @click.option("--bytes-per-token", type=click.IntRange(min=1), default=4, show_default=True, help="Of the prompt text.")
@@ -42,6 +43,9 @@ bench.add_command(overhead)
     default="round_robin,predicted_ttft",
     show_default=True,
     help="Policies to compare, separated by commas. Not with --url.",
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Of the gateway. Not with --url."
 )
 @click.option("--replicas", type=click.IntRange(min=1), default=8, show_default=True, help="Simulated ones.")
 @click.option("--replica-processes", type=click.IntRange(min=1), default=1, show_default=True)
@@ -77,10 +81,12 @@ def trace(
     api_key: str | None,
     requests: int | None,
     speed: float,
+    serial: bool,
     max_output_tokens: int | None,
     seed: int,
     bytes_per_token: int,
     policy: str,
+    workers: int,
     replicas: int,
     replica_processes: int,
     hardware: str,
@@ -122,7 +128,7 @@ def trace(
     ceiling = infinite_cache_hit_rates(arrivals).token
     facts = f"One infinite cache would serve {ceiling:.3f} of these prompt tokens."
     notes = [facts, "    " + shlex.join(["warmgate", *sys.argv[1:]])]
-    load = TraceLoad(model or "", speed, max_output_tokens, seed, bytes_per_token)
+    load = TraceLoad(model or "", speed, max_output_tokens, seed, bytes_per_token, serial)
     shape = model or "llama-3.1-8b"
     fleet = FleetOptions(
         replicas=replicas,
@@ -134,7 +140,7 @@ def trace(
         kv_tokens=kv_tokens,
         extra=("--bytes-per-token", str(bytes_per_token)),
     )
-    gateway = GatewayOptions(hardware=hardware, model=shape, seed=seed)
+    gateway = GatewayOptions(hardware=hardware, model=shape, seed=seed, extra=("--workers", str(workers)))
     summaries: list[PolicySummary] = []
 
     def keep(summary: PolicySummary) -> None:

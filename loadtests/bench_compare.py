@@ -27,7 +27,7 @@ async def bench_policy(
         ChildFailedError: a replica or the gateway did not start or ended during the run.
     """
     policy = gateway.policy or "default"
-    async with Stack(fleet, gateway) as stack, ChatClient(stack.url) as client:
+    async with Stack(fleet, gateway) as stack, ChatClient(stack.url, keeps_alive=not load.serial) as client:
         served = replace(load, model=await client.first_model())
         driving = asyncio.create_task(drive(client, trace, served, on_start(policy, len(trace))))
         failing = asyncio.create_task(stack.first_failure())
@@ -81,7 +81,7 @@ async def bench_running(
         RuntimeError: the gateway does not answer, or is not ready.
     """
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    async with ChatClient(url, headers=headers) as client:
+    async with ChatClient(url, headers=headers, keeps_alive=not load.serial) as client:
         if admin_url is not None and (status := await client.status(f"{admin_url.rstrip('/')}/ready")) != 200:
             raise RuntimeError(f"the gateway is not ready: its admin side answers {status}")
         served = replace(load, model=load.model or await client.first_model())

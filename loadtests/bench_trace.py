@@ -1,4 +1,8 @@
-"""Drives a server with the arrivals of a trace, open loop: a slow server does not slow the arrivals down."""
+"""Drives a server with the arrivals of a trace, open loop: a slow server does not slow the arrivals down.
+
+Or one after the other, each on a connection of its own, so that the workers of a gateway take turns: for comparing what
+they decide with what one decides.
+"""
 
 import asyncio
 import time
@@ -25,6 +29,8 @@ class TraceLoad:
     """Seed of the prompt text."""
     bytes_per_token: int = 4
     """Prompt bytes that stand for one token of the trace."""
+    serial: bool = False
+    """Each request is sent when the one before has ended, whatever the trace says."""
 
 
 @dataclass(slots=True)
@@ -119,6 +125,10 @@ async def drive(
                 load.model,
                 _output_tokens(request, load),
             )
+            if load.serial:
+                progress.in_flight += 1
+                await send(body, time.monotonic())
+                continue
             due_s = start_s + (request.timestamp - first_ms) / 1000 / load.speed
             await _sleep_until(due_s)
             in_flight.create_task(send(body, due_s))

@@ -19,23 +19,36 @@ def _number(text: str | None) -> float | None:
 
 
 class ChatClient:
-    """Sends chat completions to one server over kept-alive connections, without a limit on their number."""
+    """Sends chat completions to one server, over kept-alive connections unless told otherwise, without a limit."""
 
-    def __init__(self, url: str, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 600.0,
+        headers: Mapping[str, str] | None = None,
+        *,
+        keeps_alive: bool = True,
+    ) -> None:
         """Prepare a client; enter it as an async context to use it.
 
         Args:
             url: address of the server without the path, as `http://127.0.0.1:8000`.
             timeout_s: bound on one whole request.
             headers: sent with every request, as an Authorization header.
+            keeps_alive: False for a connection per request.
         """
         self.url = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=10.0)
+        self._keeps_alive = keeps_alive
         self._headers = {"content-type": "application/json", "accept-encoding": "identity", **(headers or {})}
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+            connector=(
+                aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+                if self._keeps_alive
+                else aiohttp.TCPConnector(limit=0, force_close=True)
+            ),
             timeout=self._timeout,
             headers=self._headers,
             auto_decompress=False,

@@ -152,7 +152,7 @@ class Stack:
         self.admin_url = f"http://{LOOPBACK}:{admin_port}"
         await self._children.start("gateway", gateway_program(self._options, self.replica_urls, port, admin_port))
         await self._children.until(
-            "the start of the gateway", _answers(f"{self.admin_url}/ready"), self._start_timeout_s
+            "the start of the gateway", until_answers(f"{self.admin_url}/ready"), self._start_timeout_s
         )
 
 
@@ -187,7 +187,7 @@ def gateway_program(options: GatewayOptions, replicas: list[str], port: int, adm
     return [*program, *options.extra]
 
 
-async def _answers(url: str) -> None:
+async def until_answers(url: str) -> None:
     """Ask until the answer is 200."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
         while True:

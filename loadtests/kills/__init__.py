@@ -1,0 +1,1 @@
+"""Redis, a worker and a replica are killed under load: which requests fail?"""
