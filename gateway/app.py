@@ -66,6 +66,7 @@ def replica_spec(replica: ReplicaConfig, config: Config) -> ReplicaSpec:
         tensor_parallel=replica.tensor_parallel,
         api_key=replica.api_key.get_secret_value() if replica.api_key is not None else None,
         max_in_flight=replica.max_in_flight,
+        max_num_batched_tokens=replica.max_num_batched_tokens,
     )
 
 

@@ -105,6 +105,8 @@ class ReplicaConfig(_Section):
     tensor_parallel: int = Field(1, ge=1)
     api_key: SecretStr | None = None
     """The replica's own key, for `auth.upstream: replace` and for probes."""
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """The engine's option of that name: tokens of one step. Default: `routing.token_budget`. Engines do not tell."""
     max_in_flight: int | None = Field(None, ge=1)
     """Requests it may have at once; what is more goes elsewhere, waits in the `queue`, or gets a 429. Workers and
     gateways that share a `redis` keep to it together, but for what they admit in the same few tens of milliseconds."""
@@ -142,7 +144,7 @@ class Routing(_Section):
     session_header: str | None = None
     """Header that carries a session key; otherwise the body's `user` is used."""
     token_budget: int = Field(8192, ge=1)
-    """The engines' max_num_batched_tokens: prompt tokens of one step."""
+    """The max_num_batched_tokens of engines for which `replicas` does not say: tokens of one step."""
     response_headers: bool = True
     """Send the x-warmgate-* headers to clients."""
     fallback: Fallback = Fallback()

@@ -116,7 +116,7 @@ class Predictor:
         """Start without replicas.
 
         Args:
-            token_budget: tokens of one engine step.
+            token_budget: tokens of one engine step, where nothing else is said of a replica.
         """
         self.token_budget = token_budget
         self.classes: dict[ReplicaClass, Calibration] = {}
@@ -130,6 +130,8 @@ class Predictor:
         self._constants: list[tuple[float, float, float, float, float, float, float]] = []
         self._factors: list[tuple[float, float]] = []
         """By slot: factors of compute and memory, class and deviation together."""
+        self._budgets: list[int] = []
+        """By slot: tokens of one engine step."""
         self._numbers: list[int] = []
         """By slot: number of its class and uncorrected constants."""
         self._known_kinds: dict[tuple[ReplicaClass, StepCost], int] = {}
@@ -139,13 +141,16 @@ class Predictor:
         self.touched: set[int] = set()
         """Slots whose constants have changed; whoever follows them empties it."""
 
-    def configure(self, slot: int, replica_class: ReplicaClass, cost: StepCost | None = None) -> None:
+    def configure(
+        self, slot: int, replica_class: ReplicaClass, cost: StepCost | None = None, token_budget: int | None = None
+    ) -> None:
         """Set the class of the replica in a slot; forget what the slot's earlier replica did.
 
         Args:
             slot: the replica's slot.
             replica_class: what it is calibrated with.
             cost: measured constants to start from instead of those that the class implies.
+            token_budget: tokens of one engine step; None for the default.
         """
         calibration = self.classes.get(replica_class)
         if calibration is None:
@@ -154,6 +159,7 @@ class Predictor:
             self._costs.append(NEUTRAL_COST)
             self._constants.append((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
             self._factors.append((1.0, 1.0))
+            self._budgets.append(self.token_budget)
             self._numbers.append(0)
             self._kinds.append((0, 0, 0))
             self._calibrations.append(calibration)
@@ -162,6 +168,7 @@ class Predictor:
         if cost is None:
             cost = replica_class.cost()
         self._costs[slot] = cost
+        self._budgets[slot] = self.token_budget if token_budget is None else token_budget
         self._calibrations[slot] = calibration
         self._numbers[slot] = self._known_kinds.setdefault((replica_class, cost), len(self._known_kinds))
         self.forget(slot)
@@ -215,6 +222,10 @@ class Predictor:
         """Return a slot's uncorrected constants."""
         return self._costs[slot]
 
+    def budget(self, slot: int) -> int:
+        """Return the tokens of one step of a slot's engine."""
+        return self._budgets[slot]
+
     def factors(self, slot: int) -> tuple[float, float]:
         """Return what a slot's seconds of compute and of memory reads are multiplied with."""
         return self._factors[slot]
@@ -247,7 +258,7 @@ class Predictor:
         _, _, weights, _, overhead, constant, _ = self._constants[slot]
         new = prompt_tokens - cached_tokens
         own_s = self.own_prefill_s(slot, prompt_tokens, cached_tokens)
-        steps = int((ahead_tokens + new) / self.token_budget) + 1
+        steps = int((ahead_tokens + new) / self._budgets[slot]) + 1
         # As in `fill`, without running decodes.
         return constant + max(own_s + ahead_s, steps * weights) + steps * overhead
 
@@ -301,7 +312,7 @@ class Predictor:
                 its ratio to the step of an idle replica.
             kv_tokens: by slot, prompt and expected output tokens of all in flight.
         """
-        constants, budget = self._constants, self.token_budget
+        constants, budgets = self._constants, self._budgets
         for slot in slots:
             per_token, per_pair, weights, per_kv, overhead, constant, decode = constants[slot]
             cached = matched_tokens[slot]
@@ -310,6 +321,7 @@ class Predictor:
             compute = ahead_s[slot] + own
             running = decodes[slot]
             tokens = ahead_tokens[slot] + new
+            budget = budgets[slot]
             steps = int(tokens / budget) + 1 if tokens >= budget else 1
             if running:
                 shared = overhead + (context_tokens[slot] + context_shift_tokens[slot]) * per_kv

@@ -41,6 +41,8 @@ class ReplicaSpec:
     """The replica's own key, sent as a bearer token."""
     max_in_flight: int | None = None
     """Requests it may have at once; None for no limit."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of one step of its engine; None for the gateway's default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -384,7 +384,7 @@ class HandOffs:
             slots: the candidates.
             prompt_tokens: tokens of the prompt.
         """
-        if prompt_tokens < self._predictor.token_budget * LONG:
+        if prompt_tokens < self._predictor.budget(slots[0]) * LONG:
             return slots
         reserved = self._ledger.reserved
         return [slot for slot in slots if not reserved[slot]] or slots

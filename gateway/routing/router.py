@@ -457,7 +457,7 @@ class Router:
 
     def _configure(self, replica: Replica) -> None:
         replica_class = self._class_of(replica)
-        self.predictor.configure(replica.slot, replica_class)
+        self.predictor.configure(replica.slot, replica_class, token_budget=replica.spec.max_num_batched_tokens)
         self.slo.configure(replica.slot, replica_class)
 
     def _class_of(self, replica: Replica) -> ReplicaClass:

@@ -36,9 +36,11 @@ class TunedPredictor(Predictor):
         super().__init__(token_budget)
         self._given = costs
 
-    def configure(self, slot: int, replica_class: ReplicaClass, cost: StepCost | None = None) -> None:
+    def configure(
+        self, slot: int, replica_class: ReplicaClass, cost: StepCost | None = None, token_budget: int | None = None
+    ) -> None:
         """Set the class of the replica in a slot, with the slot's own constants if it has any."""
-        super().configure(slot, replica_class, self._given[slot] if cost is None else cost)
+        super().configure(slot, replica_class, self._given[slot] if cost is None else cost, token_budget)
 
 
 class PromptKeys:
@@ -91,6 +93,7 @@ def wire(settings: ReplaySettings, policy: Policy, events: Events) -> GatewayPar
                 model_shape=model.model,
                 tensor_parallel=model.tensor_parallel,
                 role=model.role,
+                max_num_batched_tokens=model.limits.max_batched_tokens,
             )
         )
     ejector = Ejector(fleet, BreakerSettings(), events.call_later)

@@ -1,6 +1,7 @@
 """What the router gives to policies, and what it tells them about replicas that are gone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from gateway.estimator.predictor import Predictor
@@ -182,3 +183,10 @@ def test_every_policy_routes_real_queries() -> None:
             assignment = router.assign(router.query(body(b"shared " * 100 + bytes([number]) * 500), {}), (), number)
             assert assignment.policy == name
             assert assignment.slot in range(4)
+
+
+def test_replicas_that_say_so_have_their_own_step() -> None:
+    fleet, (first, _) = fleet_of(2)
+    router = router_of(fleet, make_policy("predicted_ttft"))
+    fleet.reconfigure(first, replace(first.spec, max_num_batched_tokens=2048))
+    assert [router.predictor.budget(slot) for slot in (0, 1)] == [2048, 8192]

@@ -137,3 +137,19 @@ def test_errors_are_quantiles_of_the_window() -> None:
     assert errors.bias() == pytest.approx((-0.2 + 0.3 - 0.4 + 0.0) / 4)
     assert errors.absolute_quantile(0.9) == pytest.approx(0.4)
     assert errors.count == 5
+
+
+def test_steps_are_as_large_as_each_replicas_own() -> None:
+    predictor = Predictor(8192)
+    times = []
+    for budget in (None, 8192, 2048):
+        predictor.configure(0, H100_8B, token_budget=budget)
+        times.append(predict(predictor, 4000, 0.0, 0.5, 12_000.0, 50, 100_000.0)[1])
+        assert predictor.budget(0) == (budget or 8192)
+    shared = 100_000 * NEUTRAL_COST.kv_s_per_token + 50 * NEUTRAL_COST.prefill_s_per_token
+    # 16,000 tokens are eight steps of 2,048, and each reads the decodes' KV.
+    assert times[0] == times[1]
+    assert times[2] == pytest.approx(times[0] + 6 * shared)
+    ahead_s = predictor.prefill_only_s(0, 16_000, 0.0, 0.0, 0.0)
+    predictor.configure(0, H100_8B)
+    assert ahead_s >= predictor.prefill_only_s(0, 16_000, 0.0, 0.0, 0.0)
