@@ -76,7 +76,7 @@ class PredictedTTFT:
         seed: int = 0,
         prefill_price: float = 0.25,
         eviction_price: float = 1.0,
-        decode_price: float = 0.1,
+        decode_price: float = 0.07,
         batch_price: float = 5.0,
         memory_price: float = 10.0,
         wait_price: float = 0.03,
