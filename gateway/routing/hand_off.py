@@ -2,8 +2,8 @@
 
 Theory of operation
 - The policy has chosen where a request would be served whole. `HandOffs.consider` compares that with every pair of a
-  prefill replica p and a candidate d, in the policy's own currency (seconds of first token, plus the price of the
-  prefill work, plus the price of the delay it puts on running answers):
+  prefill replica p and a candidate d, in seconds of first token, plus the price of the prefill work, plus the price of
+  the delay it puts on running answers. The prices are the same under all policies (`Prices`):
 
       whole = TTFT(d) + prefill_price x own prefill(d) + decode_price x delay(d)
       split = max(queue(p) + prefill on p of what p lacks + transfer of what d lacks, queue(d)) + a step of d
@@ -15,8 +15,8 @@ Theory of operation
   over each; only among replicas that may be paired at all, which `signature` tells.
 - A `HandOff` is what the first of the two requests holds on p: its place in the ledger, its promise in the prefix map.
   It gives both back exactly once. What the second holds on d is the assignment's, as for any request.
-- Where the wire takes longer for a prompt than computing it, no hand-off shortens a wait, and prefill replicas that
-  keep to their role stand idle: `answer_whole` tells when they serve whole requests as well, like all others.
+- Prefill replicas that keep to their role stand idle where hand-offs do not pay: short prompts, a slow link. So while
+  none has been worth it for a time they serve whole requests as well (`at_rest`), and the first that is ends that.
 - Links are believed as configured until hand-offs have been seen; then their observed times correct the prediction.
 
 Sources: Y. Zhong et al., "DistServe", OSDI 2024; P. Patel et al., "Splitwise", ISCA 2024; R. Qin et al., "Mooncake",
@@ -56,10 +56,9 @@ MEMORY_PRICE = 10.0
 """As `memory_price` of policies/predicted_ttft.py."""
 ELSEWHERE = 0.75
 """Of the price of prefill work, what it costs on a prefill replica: only long prompts wait for it there."""
-REFERENCE_TOKENS = 8192
-"""The prompt by which a link is compared with computing: one step of an engine at vLLM's default budget."""
-LINK_FAST_AGAIN = 0.8
-"""Wire time over computing time below which prefill replicas go back to their role; above 1 they leave it."""
+REST_AFTER_S = 30.0
+"""Seconds without a hand-off after which prefill replicas serve whole requests: longer than most answers run, so that
+roles do not change with every lull."""
 UNPAIRED_AFTER_FAILURE_S = 10.0
 """How long a prefill replica is left alone after a decode replica could not get what it held."""
 _EMPTIER = 1e-3
@@ -288,7 +287,7 @@ class HandOffs:
         self.rules = HandOffRules()
         self.prices = Prices()
         self._corrections: dict[str, float] = {}
-        self._answering: set[str] = set()
+        self._planned_s: dict[str, float] = {}
         self._unpaired_until_s: dict[int, float] = {}
         self._told: set[tuple[str, str, str]] = set()
         self._identities: dict[int, tuple[int, Mapping[str, Any]]] = {}
@@ -343,36 +342,22 @@ class HandOffs:
         self._kv_bytes.pop(slot, None)
         self._identities.pop(slot, None)
 
-    def answer_whole(self, pool: str, prefills: Sequence[int]) -> bool:
-        """Say whether prefill replicas serve whole requests, because their link is slower than computing anew.
+    def at_rest(self, pool: str, now_s: float) -> bool:
+        """Say whether prefill replicas serve whole requests as well, because nothing has been handed over lately.
 
         Args:
             pool: the base model.
-            prefills: slots of its prefill replicas; the first stands for all.
+            now_s: monotonic seconds.
         """
         settings = self.rules.of(pool)
-        replica = self._fleet.by_slot[prefills[0]]
-        if replica is None or not settings.active or not settings.answer_whole or settings.policy != "predicted":
+        if settings.policy != "predicted" or not settings.answer_whole or not settings.active:
             return False
-        size = REFERENCE_TOKENS * self.kv_bytes_per_token(replica)
-        wire_s = self.correction(pool) * size / settings.link_bytes_per_s
-        computing_s = self._predictor.own_prefill_s(prefills[0], REFERENCE_TOKENS, 0.0)
-        before = pool in self._answering
-        now = wire_s > (LINK_FAST_AGAIN if before else 1.0) * computing_s
-        if now != before:
-            self._tell_of_roles(pool, wire_s, computing_s, whole=now)
-        return now
+        planned_s = self._planned_s.get(pool)
+        return planned_s is None or now_s - planned_s > REST_AFTER_S
 
-    def _tell_of_roles(self, pool: str, wire_s: float, computing_s: float, *, whole: bool) -> None:
-        (self._answering.add if whole else self._answering.discard)(pool)
-        logger.info(
-            "%s: KV of %d tokens takes %.0f ms on the wire and %.0f ms to compute: prefill replicas %s",
-            pool,
-            REFERENCE_TOKENS,
-            wire_s * 1e3,
-            computing_s * 1e3,
-            "serve whole requests" if whole else "only prefill",
-        )
+    def planned(self, pool: str, now_s: float) -> None:
+        """A prompt of a base model is handed over."""
+        self._planned_s[pool] = now_s
 
     def out_of_the_way(self, slots: Sequence[int], prompt_tokens: float) -> Sequence[int]:
         """Return the candidates for a whole request that wait for no KV, if it is long and there are any.

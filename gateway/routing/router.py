@@ -26,7 +26,7 @@ from gateway.replicas.registry import Change, Fleet, Replica
 from gateway.routing.assignment import Assignment
 from gateway.routing.columns import ENGINE_BLOCK_TOKENS, Columns
 from gateway.routing.exact_match import TokenMatch
-from gateway.routing.hand_off import HandOff, HandOffs, Plan, Prices
+from gateway.routing.hand_off import HandOff, HandOffs, Plan
 from gateway.routing.query import Query
 from gateway.routing.refusals import NoReplica, Saturated, UnknownModel
 from gateway.routing.room import Room
@@ -127,11 +127,6 @@ class Router:
         self._policy = policy
         self._columns.serve(policy)
         self._predicts = Column.PREDICTED_TTFT_S in policy.reads
-        # A policy without prices of its own is compared in those of the default.
-        defaults = Prices()
-        self.hand_offs.prices = Prices(
-            getattr(policy, "prefill_price", defaults.prefill), getattr(policy, "decode_price", defaults.decode)
-        )
         if isinstance(policy, RemembersReplicas):
             self._remembering.add(policy)
 
@@ -228,10 +223,10 @@ class Router:
         fleet = self.fleet
         slots = fleet.route_slots(query.model)
         prefills = fleet.prefill_slots(query.model)
-        if prefills and self.hand_offs.answer_whole(query.pool, prefills):
+        helping = bool(prefills) and self.hand_offs.at_rest(query.pool, now_s)
+        if helping:
             # Where all others are down they are candidates already.
             slots = sorted({*slots, *prefills})
-            prefills = ()
         if tried:
             # A replica that has been ejected may fail once more; without it the request must.
             untried = [slot for slot in slots if slot not in tried]
@@ -243,9 +238,9 @@ class Router:
             raise Saturated
         columns, policy, request, key = self._columns, self._policy, query.request, query.key
         prompt_tokens = request.prompt_tokens
+        decodes: Sequence[int] = [slot for slot in slots if slot not in prefills] if helping else slots
         if not query.divisible:
             prefills = ()
-        decodes = slots
         if prefills:
             slots = self.hand_offs.out_of_the_way(slots, prompt_tokens)
         request.now_s = now_s
@@ -288,6 +283,7 @@ class Router:
             # What the decode engine reports as cached is what the prefill engine found.
             ttft_s, expected_cached_tokens = plan.ttft_s, plan.matched_tokens
             hand_off = self._hand_off(query, plan, now_s)
+            self.hand_offs.planned(query.pool, now_s)
         replica = fleet.by_slot[slot]
         assert replica is not None, "a policy chose a slot that is not a candidate"
         ticket = self.ledger.start(
@@ -347,7 +343,7 @@ class Router:
     ) -> Plan | None:
         """Say where the prompt should be computed if not where its answer is; asked while the columns are filled."""
         prefills = self.room.among(prefills, now_s)
-        if not prefills or whole_slot in prefills or not self.hand_offs.rules.of(query.pool).active:
+        if not prefills or not slots or slots[0] in prefills or not self.hand_offs.rules.of(query.pool).active:
             return None
         columns = self._columns
         columns.predict_all(slots, query.request.prompt_tokens, now_s)

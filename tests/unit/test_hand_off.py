@@ -22,7 +22,7 @@ from gateway.replicas.metrics_page import ScrapedState
 from gateway.replicas.registry import Fleet
 from gateway.replicas.spec import ReplicaSpec, Role
 from gateway.routing.assignment import Assignment
-from gateway.routing.hand_off import HandOffRules, HandOffSettings
+from gateway.routing.hand_off import REST_AFTER_S, HandOffRules, HandOffSettings
 from gateway.routing.router import Router
 from policies.catalog import make_policy
 
@@ -56,7 +56,8 @@ def routed(roles: str = "pdd", whole: str = "predicted_ttft", **settings: Any) -
         make_policy(whole, 0, {}),
         schedule,
     )
-    router.hand_offs.use(HandOffRules(HandOffSettings(**({"link_bytes_per_s": LINKS["400g"]} | settings))))
+    defaults = {"link_bytes_per_s": LINKS["400g"], "answer_whole": False}
+    router.hand_offs.use(HandOffRules(HandOffSettings(**(defaults | settings))))
     return router
 
 
@@ -110,8 +111,8 @@ def test_over_a_slow_link_everything_stays() -> None:
     assert ask(router, 32_000).hand_off is None
 
 
-def test_over_a_slow_link_prefill_replicas_serve_whole_requests() -> None:
-    router = routed(link_bytes_per_s=LINKS["10g"])
+def test_prefill_replicas_serve_whole_requests_while_no_hand_off_pays() -> None:
+    router = routed(link_bytes_per_s=LINKS["10g"], answer_whole=True)
     for slot in (1, 2):
         decoding(router, slot, 20)
     for tokens in (500, 32_000):
@@ -120,14 +121,32 @@ def test_over_a_slow_link_prefill_replicas_serve_whole_requests() -> None:
         assignment.finish(1.0, Outcome.OK, tokens, 250, keep_prefix=False)
 
 
+def test_the_first_hand_off_ends_their_help_and_a_time_without_one_brings_it_back() -> None:
+    router = routed(answer_whole=True)
+    for slot, streams in enumerate((20, 25, 25)):
+        decoding(router, slot, streams)
+
+    def chosen(now_s: float) -> int:
+        assignment = ask(router, 100, now_s)
+        assignment.finish(now_s, Outcome.OK, 100, 1, keep_prefix=False)
+        return assignment.slot
+
+    assert chosen(0.0) == 0
+    long = ask(router, 32_000, 1.0)
+    assert long.hand_off is not None
+    long.hand_off.returned(2.0, 32_000, 0)
+    long.finish(3.0, Outcome.OK, 32_000, 250, keep_prefix=False)
+    assert chosen(1.0 + REST_AFTER_S) in (1, 2)
+    assert chosen(1.1 + REST_AFTER_S) == 0
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {"link_bytes_per_s": LINKS["100g"]},
-        {"link_bytes_per_s": LINKS["10g"], "answer_whole": False},
-        {"link_bytes_per_s": LINKS["10g"], "policy": "never"},
-        {"link_bytes_per_s": LINKS["10g"], "connector": "none"},
-        {"link_bytes_per_s": LINKS["10g"], "policy": "threshold", "threshold_tokens": 1_000_000},
+        {"answer_whole": False},
+        {"answer_whole": True, "policy": "never"},
+        {"answer_whole": True, "connector": "none"},
+        {"answer_whole": True, "policy": "threshold", "threshold_tokens": 1_000_000},
     ],
 )
 def test_otherwise_prefill_replicas_keep_to_their_role(settings: dict[str, Any]) -> None:
@@ -139,28 +158,9 @@ def test_otherwise_prefill_replicas_keep_to_their_role(settings: dict[str, Any])
 
 
 def test_a_retry_leaves_out_what_was_tried_among_prefill_replicas_too() -> None:
-    router = routed("pd", link_bytes_per_s=LINKS["10g"])
+    router = routed("pd", link_bytes_per_s=LINKS["10g"], answer_whole=True)
     query = router.query(body(500), {})
     assert {router.assign(query, (tried,), 0.0).slot for tried in (0, 1)} == {0, 1}
-
-
-def test_prefill_replicas_change_sides_with_the_link_that_is_observed(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    router = routed(link_bytes_per_s=LINKS["100g"])
-    hand_offs = router.hand_offs
-    own_s = router.predictor.own_prefill_s(0, 8192, 0.0)
-    wire_s = 8192 * 131_072 / LINKS["100g"]
-    sides = []
-    for ratio in (0.9, 1.1, 0.9, 0.7, 0.9):
-        hand_offs._corrections["m"] = ratio * own_s / wire_s
-        sides.append(hand_offs.answer_whole("m", (0,)))
-    assert sides == [False, True, True, False, False]
-    assert [
-        record.message.rpartition("replicas ")[2] for record in caplog.records if "on the wire" in record.message
-    ] == [
-        "serve whole requests",
-        "only prefill",
-    ]
 
 
 def test_a_prompt_that_is_cached_where_it_decodes_stays() -> None:
