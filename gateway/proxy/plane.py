@@ -21,11 +21,12 @@ from gateway.proxy import encodings, errors
 from gateway.proxy.admission import AdmissionQueue
 from gateway.proxy.client import ClientConnection
 from gateway.proxy.errors import GatewayError
-from gateway.proxy.exchange import Exchange, Outcome
+from gateway.proxy.exchange import Exchange
 from gateway.proxy.handed import HandedConnections
 from gateway.proxy.heads import RequestHead
 from gateway.proxy.limits import PlaneLimits
 from gateway.proxy.listener import Arrivals, Listener, bind, listen
+from gateway.proxy.outcome import Outcome
 from gateway.proxy.record import count, log_record
 from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from gateway.proxy.exchange import Exchange, Outcome
+from gateway.proxy.exchange import Exchange
 from gateway.proxy.failures import TABLE, Cause, Phase
+from gateway.proxy.outcome import Outcome
 from gateway.proxy.tally import Tally
 from policies.slo import Targets
 
