@@ -58,6 +58,15 @@ def test_the_gateway_knows_the_replicas_of_the_compose_file() -> None:
     assert f"127.0.0.1:{config.admin.port}:{config.admin.port}" in SERVICES["gateway"]["ports"]
 
 
+def test_the_workers_share_through_the_redis_of_the_compose_file() -> None:
+    config = load(DEPLOY / "gateway.yaml", {})
+    assert config.listen.workers > 1
+    assert config.redis is not None
+    address = urlsplit(config.redis.url.get_secret_value())
+    assert (address.scheme, address.netloc) == ("redis", "redis:6379")
+    assert {"redis", "replicas"} <= set(SERVICES["gateway"]["depends_on"])
+
+
 def test_the_gateway_takes_its_command_line_and_configuration() -> None:
     command, *arguments = SERVICES["gateway"]["command"]
     parsed = main.commands[command].make_context(command, arguments)
