@@ -125,9 +125,9 @@ class Fallback(_Section):
     tokens to be computed, prefix matches included, times the answers that run, until predictions are good again; they
     go on being made and compared. Each model is judged by itself."""
 
-    error: float | None = Field(1.0, gt=0)
-    """Median error of the last 64 predictions from which on they are not followed. 1.0: off by a factor of two, up or
-    down. They are again when three quarters are within 60 % of it. What is off by less than 20 ms is not wrong. null:
+    error: float | None = Field(2.0, gt=0)
+    """Median error of the last 64 predictions from which on they are not followed. 2.0: off by a factor of three, up or
+    down. They are again when three quarters are within 60 % of it. What is off by less than 0.1 s is not wrong. null:
     they always are."""
     samples: int = Field(32, ge=1, le=64)
     """Predictions that must have been compared before."""

@@ -2,11 +2,13 @@
 
 Rule: a prediction is off by max(predicted, observed) / min(predicted, observed) - 1, so that a fifth of what was
 observed is as bad as five times that. (The absolute percentage error of the former is at most 100 %, however wrong it
-is.) What is off by less than `NOTICED_S` is not wrong: no choice between replicas is about milliseconds. The pool falls
-back when more than half of its last `WINDOW` predictions are off by more than the limit, `samples` of them at least,
-and recovers when three quarters of `WINDOW` predictions are off by less than `RECOVERY` of the limit. What was observed
-before a change does not count: the next judgement is on what has been predicted since. Half would not do for recovery:
-where replicas are now fast and now slow, predictions are right half of the time.
+is.) What is off by less than `NOTICED_S` is not wrong: a short prompt that has to share its step with a long one takes
+four times as long as predicted, and no replica is worse for it. Predicted waits for KV memory are not judged.
+
+The pool falls back when more than half of its last `WINDOW` predictions are off by more than the limit, `samples` of
+them at least, and recovers when three quarters of `WINDOW` predictions are off by less than `RECOVERY` of the limit. Half
+would not do for that: where replicas are now fast and now slow, predictions are right half of the time. What was observed
+before a change does not count: the next judgement is on what has been predicted since.
 
 Predictions go on being made and compared while nobody routes by them. One replica that is mispredicted among many does
 not turn a pool around: its own deviation from its class is learned, and what latency targets hold of it widened.
@@ -25,7 +27,7 @@ WINDOW = 64
 RECOVERY = 0.6
 """Share of the limit that three quarters of the errors must come down to."""
 
-NOTICED_S = 0.02
+NOTICED_S = 0.1
 """Seconds by which a prediction may be off in any case."""
 
 _LEAST_S = 1e-4
@@ -36,11 +38,11 @@ class FallbackRules:
     """When predictions are no longer followed.
 
     Attributes:
-        error: median error from which they are not: 1.0 is off by a factor of two. None to follow them always.
+        error: median error from which they are not: 2.0 is off by a factor of three. None to follow them always.
         samples: predictions that must have been compared before.
     """
 
-    error: float | None = 1.0
+    error: float | None = 2.0
     samples: int = 32
 
 

@@ -142,7 +142,9 @@ class Assignment:
         # The slot may belong to another replica by now.
         if self._first and self._query.key is not None and self._parts.fleet.has(self.replica):
             self._parts.predictor.observe(self.slot, self._work, self.predicted_ttft_s, self.observed_ttft_s)
-            self._parts.fallback.observe(self._query.pool, self.predicted_ttft_s, self.observed_ttft_s)
+            if self._work is not None:
+                # Waits for memory are guesses, and priced as such.
+                self._parts.fallback.observe(self._query.pool, self.predicted_ttft_s, self.observed_ttft_s)
 
     def presume(self, now_s: float) -> None:
         """A request that is not streamed shows no first token: count it as decoding once it should be."""

@@ -113,7 +113,7 @@ def test_a_wrong_factor_that_calibration_can_follow_is_only_a_while() -> None:
     pool = Pool()
     for _ in range(50):
         pool.ask()
-    asked = sum(FALLBACK in pool.ask(slowness=2.5).reason for _ in range(400))
+    asked = sum(FALLBACK in pool.ask(slowness=4.0).reason for _ in range(600))
     assert asked > 0
     assert not pool.fallen()
 
