@@ -6,9 +6,9 @@ is.) What is off by less than `NOTICED_S` is not wrong: a short prompt that has 
 four times as long as predicted, and no replica is worse for it. Predicted waits for KV memory are not judged.
 
 The pool falls back when more than half of its last `WINDOW` predictions are off by more than the limit, `samples` of
-them at least, and recovers when three quarters of `WINDOW` predictions are off by less than `RECOVERY` of the limit. Half
-would not do for that: where replicas are now fast and now slow, predictions are right half of the time. What was observed
-before a change does not count: the next judgement is on what has been predicted since.
+them at least, and recovers when three quarters of `WINDOW` predictions are off by less than `RECOVERY` of the limit.
+Half would not do for that: where replicas are now fast and now slow, predictions are right half of the time. What was
+observed before a change does not count: the next judgement is on what has been predicted since.
 
 Predictions go on being made and compared while nobody routes by them. One replica that is mispredicted among many does
 not turn a pool around: its own deviation from its class is learned, and what latency targets hold of it widened.
