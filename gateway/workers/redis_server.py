@@ -7,8 +7,9 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
+
+from gateway.workers.private_directory import PrivateDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,9 @@ class RedisServer:
             executable: a redis-server or valkey-server.
         """
         self._executable = executable
-        # mkdtemp's directory is nobody else's. In /tmp, because the path of a Unix socket may have 107 bytes.
-        self._directory = Path(tempfile.mkdtemp(prefix="warmgate-"))
-        self._socket = self._directory / "redis.sock"
+        # In /tmp, because the path of a Unix socket may have 107 bytes.
+        self._directory = PrivateDirectory()
+        self._socket = self._directory.path / "redis.sock"
         self.url = f"unix://{self._socket}"
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -102,7 +103,7 @@ class RedisServer:
             self._watch.cancel()
             await asyncio.wait({self._watch})
         await self._end()
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        await asyncio.to_thread(self._directory.remove)
 
     async def _end(self) -> None:
         process = self._process
@@ -119,7 +120,7 @@ class RedisServer:
             "port": "0",
             "unixsocket": str(self._socket),
             "unixsocketperm": "700",
-            "dir": str(self._directory),
+            "dir": str(self._directory.path),
             "save": "",
             "appendonly": "no",
             "logfile": "",
