@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gateway.routing.kv_events import KvEvents
 
 _LABELS = ("replica", "rank")
+_COUNTED = " Each worker follows every feed: with several workers, what all of them have counted."
 _COUNTERS: tuple[tuple[str, str, "Callable[[Stream], int]"], ...] = (
     ("messages", "Messages heard of a replica's KV-event feed.", lambda stream: stream.messages),
     ("events", "Events applied, replayed ones included.", lambda stream: stream.events),
@@ -53,7 +54,8 @@ class ExactMapCollector(Collector):
 
     def _feeds(self) -> Iterator[Metric]:
         counters = [
-            CounterMetricFamily(f"warmgate_kv_events_{name}", text, labels=_LABELS) for name, text, _ in _COUNTERS
+            CounterMetricFamily(f"warmgate_kv_events_{name}", text + _COUNTED, labels=_LABELS)
+            for name, text, _ in _COUNTERS
         ]
         live = GaugeMetricFamily("warmgate_kv_events_live", "1 if the feed's map is current.", labels=_LABELS)
         complete = GaugeMetricFamily(
@@ -88,12 +90,12 @@ class ExactMapCollector(Collector):
         subscriber = self._events.subscriber
         yield CounterMetricFamily(
             "warmgate_kv_events_unknown_messages",
-            "Messages of engines that connected themselves and belong to no replica.",
+            "Messages of engines that connected themselves and belong to no replica." + _COUNTED,
             value=subscriber.unknown_messages,
         )
         yield CounterMetricFamily(
             "warmgate_kv_events_unreadable_messages",
-            "Messages of engines that connected themselves that could not be read.",
+            "Messages of engines that connected themselves that could not be read." + _COUNTED,
             value=subscriber.bad_messages,
         )
 
