@@ -5,8 +5,9 @@ The contract with whoever changes the index
   corrects the map (decisions, cached tokens reported by engines) calls these and need not know of sharing.
 - `forget` tells nobody. That a replica has restarted is known by its epoch, which the sharing layer keeps; that it has
   left this gateway's configuration is no news for others.
-- Slots in `unshared` are not told: every worker hears the truth about them by itself (from KV events, say), and would
-  only repeat it.
+- What engines tell in KV events is not in here and is not shared: every worker follows the feeds itself and keeps it
+  apart (`gateway.prefixes.events`). The byte blocks of such replicas are shared as all others: they count for prompts
+  without tokens, and when the feed is not live.
 - `graft`, `adopt`, `prune` and `clear` are for what others have told, and are not told again.
 
 What is told is a chain of blocks behind a parent, as a log of all workers' changes (`gateway.sharing`). A log is cut
@@ -106,7 +107,6 @@ class SharedIndex(PrefixIndex):
 
     Attributes:
         journal: who is told; None for nobody.
-        unshared: slots of which nothing is told.
         logs: by slot, the log in which its replica is told of. Set by the sharing layer.
         clock: goes up with every insertion; segments are stamped with it.
     """
@@ -115,7 +115,6 @@ class SharedIndex(PrefixIndex):
         """Make an empty index; the arguments are those of `PrefixIndex`."""
         super().__init__(schedule, default_capacity_bytes)
         self.journal: Journal | None = None
-        self.unshared: set[int] = set()
         self.logs: list[Log] = []
 
     @property
@@ -132,7 +131,7 @@ class SharedIndex(PrefixIndex):
     def insert(self, slot: int, hashes: list[int]) -> Record:
         """Insert, and tell what of it others may not know."""
         record = super().insert(slot, hashes)
-        if self.journal is None or not hashes or slot in self.unshared:
+        if self.journal is None or not hashes:
             return record
         replica = self._replicas[slot]
         segment = _segment_at(replica, hashes[-1], len(hashes) - 1)
@@ -165,7 +164,7 @@ class SharedIndex(PrefixIndex):
             self._tell_cut(slot, hashes, depth)
 
     def _tell_cut(self, slot: int, hashes: Sequence[int], depth: int) -> None:
-        if self.journal is not None and slot not in self.unshared:
+        if self.journal is not None:
             self.journal.cut(slot, depth, hashes[depth])
 
     # -- changes others have told of
@@ -262,7 +261,7 @@ class SharedIndex(PrefixIndex):
         Yields:
             Blocks told since the last yield: a place to pause.
         """
-        if slot >= len(self._replicas) or self.journal is None or slot in self.unshared:
+        if slot >= len(self._replicas) or self.journal is None:
             return
         replica = self._replicas[slot]
         segments = replica.segments

@@ -252,8 +252,6 @@ class PrefixShare:
 
     def _take_in(self, known: _Known, records: memoryview) -> None:
         index, counts, slot, state = self.index, self.counts, known.slot, self._shards[known.shard]
-        if slot in index.unshared:
-            return
         for depth, block, tail in records_of(records):
             counts.applied += 1
             if tail is None:

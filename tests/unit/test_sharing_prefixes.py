@@ -250,20 +250,6 @@ def test_use_told_by_others_keeps_blocks_from_eviction() -> None:
     assert other.believes([prompt(1), prompt(2), prompt(3)]) == [{URLS[0]: 1}, {}, {URLS[0]: 1}]
 
 
-def test_slots_that_hear_the_truth_themselves_are_neither_told_nor_read() -> None:
-    logs = new_logs()
-    one, other = Worker(1, logs), Worker(2, logs)
-    one.index.unshared.add(0)
-    one.index.insert(0, prompt(1))
-    one.index.truncate(0, prompt(1), 0)
-    one.write()
-    assert logs == new_logs()
-    other.index.insert(0, prompt(2))
-    other.write()
-    one.follow()
-    assert one.believes([prompt(2)]) == [{}]
-
-
 # -- restarts
 
 
