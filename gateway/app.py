@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import socket
 import ssl
 import time
@@ -14,7 +15,7 @@ from gateway.admin.hand_off_metrics import HandOffCollector
 from gateway.admin.server import AdminServer
 from gateway.admin.sharing_metrics import SharingCollector
 from gateway.admin.view import GatewayView
-from gateway.config import Config, ModelDisaggregation, ModelSlo, RedisSection, ReplicaConfig
+from gateway.config import Config, ModelDisaggregation, ModelSlo, RedisSection, ReplicaConfig, Routing
 from gateway.estimator.fallback import FallbackRules
 from gateway.estimator.hardware import hardware
 from gateway.estimator.model import model
@@ -70,6 +71,11 @@ def replica_spec(replica: ReplicaConfig, config: Config) -> ReplicaSpec:
     )
 
 
+def seed_of(routing: Routing) -> int:
+    """Return the configured seed, or a new one."""
+    return secrets.randbits(32) if routing.seed is None else routing.seed
+
+
 def validate(config: Config) -> None:
     """Check what the schema alone cannot: names of policies, hardware and models, URLs, key files.
 
@@ -77,7 +83,7 @@ def validate(config: Config) -> None:
         ValueError: the first fault.
         OSError: a key or certificate file cannot be read.
     """
-    make_policy(config.routing.policy, config.routing.seed, config.routing.policy_options)
+    make_policy(config.routing.policy, 0, config.routing.policy_options)
     fleet = Fleet(config.aliases)
     for replica in config.replicas:
         spec = replica_spec(replica, config)
@@ -259,12 +265,12 @@ class Gateway:
             index,
             TokensPerByte(),
             Predictor(routing.token_budget),
-            make_policy(routing.policy, routing.seed, routing.policy_options),
+            make_policy(routing.policy, seed_of(routing), routing.policy_options),
             schedule,
             routing.session_header,
             routing.slow_start_s,
             prefixes.feedback,
-            routing.seed,
+            seed_of(routing),
         )
         self.router.slo.use(slo_rules(config))
         self.router.hand_offs.use(hand_off_rules(config))
@@ -398,7 +404,7 @@ class Gateway:
             self.fleet.use_aliases(config.aliases)
         policy = (routing.policy, routing.policy_options, routing.seed)
         if policy != (before.policy, before.policy_options, before.seed):
-            self.router.use(make_policy(routing.policy, routing.seed, routing.policy_options))
+            self.router.use(make_policy(routing.policy, seed_of(routing), routing.policy_options))
         self.router.room.slow_start(routing.slow_start_s)
         self.router.slo.use(slo_rules(config))
         self.router.hand_offs.use(hand_off_rules(config))

@@ -139,8 +139,9 @@ class Routing(_Section):
     policy: str = "predicted_ttft"
     policy_options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the policy's constructor; see policies/<name>.py."""
-    seed: int = 0
-    """Seed of the policy's random numbers."""
+    seed: int | None = None
+    """Seed of random numbers, those of ties first of all. Default: another one in every process, because gateways that
+    see the same and draw the same would all send the next request to the same replica."""
     session_header: str | None = None
     """Header that carries a session key; otherwise the body's `user` is used."""
     token_budget: int = Field(8192, ge=1)

@@ -62,7 +62,7 @@ def worker_config(config: Config, number: int, workers: int) -> Config:
             "queue": queue.model_copy(update={"max_requests": -(-queue.max_requests // workers)}),
             "retries": retries.model_copy(update={"budget_min_per_s": retries.budget_min_per_s / workers}),
             # Workers that draw the same numbers would all choose the same replica at the same time.
-            "routing": routing.model_copy(update={"seed": routing.seed + number - 1}),
+            "routing": routing.model_copy(update={"seed": None if routing.seed is None else routing.seed + number - 1}),
         }
     )
 
