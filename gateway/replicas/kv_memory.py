@@ -8,7 +8,8 @@ Theory of operation
   tell how many steps of the clock one step of the engine is.
 - vLLM V1 admits first come, first served: a request whose blocks do not fit keeps all behind it waiting; when running
   answers find no block the last admitted is preempted, and goes to the head of the queue. So whoever comes when what is
-  in flight does not fit beside it waits until enough of that has ended (`wait_s`).
+  in flight does not fit beside it waits until enough of that has ended (`wait_s`); of a long queue, generation after
+  generation of those before it.
 - `room_tokens` is the fast answer: what would be left if everything in flight were at its full length. Only requests
   that need more than that have to ask when.
 
@@ -62,6 +63,7 @@ class KvMemory:
         "_clock_at_s",
         "_full_clock",
         "_generations",
+        "_in_flight",
         "_last_clock",
         "_output_sum",
         "_output_tokens",
@@ -115,6 +117,7 @@ class KvMemory:
         self._full_clock: list[float] = []
         """The clock when memory was last full."""
         self._generations: list[int] = []
+        self._in_flight: list[int] = []
 
     def open(self, slot: int) -> None:
         """Make sure the columns have an entry for this slot."""
@@ -136,6 +139,7 @@ class KvMemory:
             self._last_clock.append(0.0)
             self._full_clock.append(-1.0)
             self._generations.append(0)
+            self._in_flight.append(0)
 
     def retire(self, slot: int) -> None:
         """The slot's replica is gone, or its process is a new one: nothing is held, nothing will be released."""
@@ -146,6 +150,7 @@ class KvMemory:
         self.unseen_tokens[slot] = self._since_sum[slot] = 0.0
         self.context_shift_tokens[slot] = self._output_sum[slot] = 0.0
         self._answers[slot] = {}
+        self._in_flight[slot] = 0
         self._update_room(slot)
 
     def set_capacity(self, slot: int, capacity_tokens: float, tokens_per_byte: float) -> None:
@@ -166,6 +171,7 @@ class KvMemory:
         holding = Holding(slot, self._generations[slot], tail_tokens, output_tokens)
         self._tail_tokens[slot] += tail_tokens
         self._output_tokens[slot] += output_tokens
+        self._in_flight[slot] += 1
         self._update_room(slot)
         return holding
 
@@ -215,6 +221,7 @@ class KvMemory:
         self._advance(slot, now_s, step_s, slowness)
         self._tail_tokens[slot] -= holding.tail_tokens
         self._output_tokens[slot] -= holding.output_tokens
+        self._in_flight[slot] -= 1
         answers = self._answers[slot]
         ratio = None
         if holding.since >= 0.0:
@@ -284,19 +291,25 @@ class KvMemory:
             )
             for holding in answers
         )
-        prompt = self._prompts_tokens(slot) / count
+        in_flight = self._in_flight[slot]
+        prompt = self._prompts_tokens(slot) / in_flight
+        queued = (in_flight - count) * prompt
         passed = 0.0
         mean_emitted = sum(emitted for _, emitted in coming) / count
         for left, emitted in coming:
             steps = left - passed
             # The last admitted are preempted as far as it does not fit; what they have emitted grows no more.
-            paused = max(held - capacity, 0.0) / max(mean_emitted + prompt, 1.0)
+            paused = max(held - queued - capacity, 0.0) / max(mean_emitted + prompt, 1.0)
             running = max(count - paused, 0.25 * count)
             held += steps * running - (emitted + left) - prompt
             count -= 1
             passed = left
             if held + needed_tokens <= capacity:
                 break
+        else:
+            # All that answer now have ended, and those in the queue do not fit beside it: as many generations of them
+            # come first as the memory is too small for, and each is there for as long as its answers take.
+            passed += self._output_tokens[slot] / in_flight * max(held + needed_tokens - capacity, 0.0) / capacity
         return passed * self._step_s[slot] * slowness
 
     def _prompts_tokens(self, slot: int) -> float:

@@ -90,6 +90,35 @@ def test_the_wait_ends_when_enough_has_ended() -> None:
     assert kv.wait_s(0, 600.0, 1.5) == pytest.approx(1.0)
 
 
+def test_a_long_queue_comes_first_generation_after_generation() -> None:
+    kv, in_use = memory(capacity=1_000.0)
+    run(kv, 0, 200.0, 0.0)
+    for _ in range(4):
+        kv.start(0, 0.0, 200.0)
+    # Prompts of 200 tokens. When the one that answers has ended, four of them and this one fit.
+    in_use[0] = 5 * 800
+    assert kv.wait_s(0, 200.0, 0.0) == pytest.approx(2.0)
+    # Of nine in the queue five have to end before, and take as long as answers do.
+    for _ in range(5):
+        kv.start(0, 0.0, 200.0)
+    in_use[0] = 10 * 800
+    assert kv.wait_s(0, 200.0, 0.0) == pytest.approx(2.0 + 2.0)
+
+
+@given(answers=st.integers(1, 20), queued=st.integers(0, 200), more=st.integers(1, 200), needed=st.floats(1.0, 1_000.0))
+def test_a_longer_queue_is_a_longer_wait(answers: int, queued: int, more: int, needed: float) -> None:
+    def wait_s(queued: int) -> float:
+        kv, in_use = memory()
+        for _ in range(answers):
+            run(kv, 0, 200.0, 0.0)
+        for _ in range(queued):
+            kv.start(0, 0.0, 200.0)
+        in_use[0] = (answers + queued) * 4 * 300
+        return kv.wait_s(0, needed, 0.0)
+
+    assert wait_s(queued + more) >= wait_s(queued)
+
+
 def test_traffic_of_others_takes_room() -> None:
     kv, _ = memory(capacity=1_000.0)
     run(kv, 0, 200.0, 0.0)
