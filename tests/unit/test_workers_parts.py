@@ -71,6 +71,7 @@ def test_limits_are_divided_and_nobody_is_left_without(workers: int) -> None:
         limits={"max_connections": 100},
         queue={"max_requests": 10},
         retries={"budget_min_per_s": 10},
+        routing={"seed": 5},
     )
     parts = [worker_config(whole, number, workers) for number in range(1, workers + 1)]
     assert [part.replicas for part in parts] == [whole.replicas] * workers
@@ -78,6 +79,7 @@ def test_limits_are_divided_and_nobody_is_left_without(workers: int) -> None:
     assert 10 <= sum(part.queue.max_requests for part in parts) < 10 + workers
     assert sum(part.retries.budget_min_per_s for part in parts) == pytest.approx(10)
     assert len({part.routing.seed for part in parts}) == workers
+    assert worker_config(config({"url": "http://a"}), 2, workers).routing.seed is None
 
 
 def test_a_document_carries_secrets_and_what_was_left_out_stays_out() -> None:
