@@ -26,7 +26,7 @@ from gateway.workers.handover import Handover
 from gateway.workers.process import NoAnswer, State, WorkerProcess
 from gateway.workers.redis_server import RedisServer, find_server
 from gateway.workers.settings import ReplicaNames, document, worker_config
-from gateway.workers.view import WorkersView
+from gateway.workers.view import ANSWER_S, WorkersView
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,9 @@ class Supervisor:
             )
         if self.gave_up.is_set():
             return
+        # The first request must find what has been found out in the last moments: who answers has been told.
+        self._send_facts()
+        await asyncio.gather(*(worker.ask("state", ANSWER_S) for worker in self._running), return_exceptions=True)
         port = self._handover.listen(self._sockets, listen.backlog)
         self._watch = loop.create_task(self._view.watch(self._late))
         logger.info(

@@ -21,7 +21,10 @@ from support.stub_replica import DONE, Call, StubReplica, answer, role_event, to
 from support.waiting import eventually
 
 from gateway.admin.merge import ACROSS_WORKERS
+from gateway.config import Config
+from gateway.workers import supervisor as supervisor_module
 from gateway.workers.redis_server import NoServer, find_server
+from gateway.workers.supervisor import Supervisor
 
 PATH = "/v1/chat/completions"
 ASK = post(PATH, json.dumps(CHAT).encode())
@@ -272,6 +275,30 @@ async def test_workers_do_not_outlive_the_supervisor(replica: StubReplica, tmp_p
         # Standard error ends when nobody has it open any more.
         async with asyncio.timeout(15):
             await served._reader
+
+
+async def test_the_first_request_finds_what_was_found_out_last(
+    replica: StubReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than the test takes: facts do not go out by themselves.
+    monkeypatch.setattr(supervisor_module, "_FACTS_S", 3600.0)
+    supervisor = Supervisor(Config.model_validate({**document(replica), "admin": {"port": 0}}))
+    check = supervisor._health.start
+
+    async def start_late(within_s: float | None = None) -> None:
+        await eventually(lambda: sum(worker.serving for worker in supervisor.running) == 2, _START_S)
+        await check(within_s)
+
+    monkeypatch.setattr(supervisor._health, "start", start_late)
+    await supervisor.start()
+    try:
+        listener = supervisor._handover._listener
+        assert listener is not None
+        for _ in range(2):
+            async with raw_client(listener.port) as client:
+                assert (await client.ask(ASK)).status == 200
+    finally:
+        await supervisor.close()
 
 
 async def test_a_port_that_is_taken_is_said_and_is_a_failure(replica: StubReplica, tmp_path: Path) -> None:
