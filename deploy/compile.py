@@ -25,7 +25,7 @@ MODULES = (
     "gateway/prefixes/{feedback,index,shared}",
     "gateway/prompt/{body,canonical,hand_off,messages,rewrite,token_chain,tokens}",
     "gateway/proxy/{admission,answer,client,errors,exchange,failures,heads,intake,observe,plane,prefill_leg,record}",
-    "gateway/proxy/{remote_prefill,reply,retry_budget,routes,tally,upload,upstream,usage_filter}",
+    "gateway/proxy/{remote_prefill,reply,retry_budget,routes,tally,timeouts,upload,upstream,usage_filter}",
     "gateway/replicas/{breaker,ejection,kv_memory,load,replica}",
     "gateway/routing/{assignment,columns,hand_off,query,refusals,room,router,shortlist,slo}",
     "policies/{draw,predicted_ttft,slo}",

@@ -13,22 +13,19 @@ replica computes the prompt, `upload` for a body that streams through, `reply` f
 """
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
 
-from gateway.prompt.body import RequestBody
-from gateway.prompt.token_chain import TokenPrompt
 from gateway.proxy import errors, failures
 from gateway.proxy.answer import Answer, ClientSide
 from gateway.proxy.errors import GatewayError
 from gateway.proxy.failures import Action, Cause, Phase
 from gateway.proxy.heads import RequestHead, ResponseHead, replica_request_head
-from gateway.proxy.intake import body_for_replica, query_for, read_body
+from gateway.proxy.intake import Intake
 from gateway.proxy.observe import Usage
 from gateway.proxy.outcome import Outcome
 from gateway.proxy.remote_prefill import RemotePrefill
 from gateway.proxy.reply import Reply
-from gateway.proxy.routes import Handling
+from gateway.proxy.timeouts import hung, limit_passed
 from gateway.proxy.upload import Upload
 from gateway.proxy.upstream import Dial, ReplicaConnection
 from gateway.replicas.breaker import Outcome as Verdict
@@ -49,17 +46,11 @@ class Exchange:
     __slots__ = (
         "_answer",
         "_begun",
-        "_body",
-        "_body_bytes",
         "_client",
-        "_client_writable",
         "_connection",
         "_dial",
         "_ended",
-        "_handling",
-        "_lacking",
-        "_last_byte_s",
-        "_paused_since_s",
+        "_intake",
         "_plane",
         "_redone",
         "_remote",
@@ -75,9 +66,12 @@ class Exchange:
         "error_code",
         "first_token_s",
         "head",
+        "lacking",
+        "last_byte_s",
         "last_token_s",
         "method",
         "outcome",
+        "paused_since_s",
         "phase",
         "query",
         "queued_s",
@@ -110,15 +104,13 @@ class Exchange:
         self.last_token_s = 0.0
         self._answer = Answer(client, head, self.request_id)
         self._usage_added = False
-        self._handling: Handling | None = None
         self._begun = False
         self._ended = False
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+        self._intake: Intake | None = Intake(self, plane, head)
         self._whole = b""
         self.request_complete = False
         self._upload: Upload | None = None
-        self._lacking = Cause.SATURATED
+        self.lacking = Cause.SATURATED
         self.queued_s = 0.0
         self.routed_s = self.started_s
         self.query: Query | None = None
@@ -129,9 +121,8 @@ class Exchange:
         self._remote: RemotePrefill | None = None
         self._redone = False
         self._reply: Reply | None = None
-        self._client_writable = True
-        self._paused_since_s = 0.0
-        self._last_byte_s = self.started_s
+        self.paused_since_s: float | None = None
+        self.last_byte_s = self.started_s
 
     # -- events of the client side
 
@@ -145,6 +136,12 @@ class Exchange:
         """Bytes sent to the client."""
         return self._answer.bytes_out
 
+    @property
+    def uploading(self) -> bool:
+        """A body that streams through is not complete, and it is the client's turn to send."""
+        upload = self._upload
+        return upload is not None and not self.request_complete and not upload.blocked
+
     def heard_from(self, replica: Replica, since_s: float) -> bool:
         """Say whether a replica has sent bytes of this answer since a time."""
         assignment = self.assignment
@@ -152,7 +149,7 @@ class Exchange:
             assignment is not None
             and assignment.replica is replica
             and self.phase in (Phase.HELD, Phase.STREAMING)
-            and self._last_byte_s >= since_s
+            and self.last_byte_s >= since_s
         )
 
     def begin(self) -> None:
@@ -160,50 +157,25 @@ class Exchange:
         self._begun = True
         if not self.request_complete:
             # The rest of a body that has waited for its turn has been held up here, not by the client.
-            self._last_byte_s = self._plane.now()
+            self.last_byte_s = self._plane.now()
         self._plane.exchange_began(self)
-        head = self.head
-        error = head.error or self._plane.refuse(head)
-        if error is not None:
-            self._refuse(error)
-            return
-        handling = self._plane.routes.handling(head)
-        self._handling = handling
-        if handling is Handling.NOT_FOUND:
-            self._refuse(errors.NOT_FOUND)
-            return
-        limit = self._plane.limits.max_body_bytes
-        if (head.content_length or 0) > limit or self._body_bytes > limit:
-            self._refuse(errors.body_too_large(limit))
-            return
-        if head.expect_continue and not self.request_complete and not head.version_1_0:
-            # RFC 9110 section 10.1.1
-            self._client.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if handling is Handling.STREAM:
-            self._upload = Upload(self._client, head, self._body)
-            self._body = []
-            self._have_request()
-        elif self.request_complete:
-            self._have_request()
+        assert self._intake is not None
+        self._intake.begin(self.request_complete)
 
     def request_body(self, data: bytes) -> None:
         """Body bytes of the request."""
         self.bytes_in += len(data)
         if self._ended:
             return
-        self._last_byte_s = self._plane.now()
-        limit = self._plane.limits.max_body_bytes
+        self.last_byte_s = self._plane.now()
         upload = self._upload
-        if upload is not None:
-            if self.bytes_in > limit:
-                self._failed(Cause.UPLOAD_TOO_LARGE)
-            else:
-                upload.pass_on(data, self._connection)
-            return
-        self._body.append(data)
-        self._body_bytes += len(data)
-        if self._begun and self._body_bytes > limit:
-            self._refuse(errors.body_too_large(limit))
+        if upload is None:
+            if self._intake is not None:
+                self._intake.add(data)
+        elif self.bytes_in > self._plane.limits.max_body_bytes:
+            self._failed(Cause.UPLOAD_TOO_LARGE)
+        else:
+            upload.pass_on(data, self._connection)
 
     def request_end(self) -> None:
         """The request is complete."""
@@ -212,8 +184,8 @@ class Exchange:
             return
         if self._upload is not None:
             self._upload.end(self._connection)
-        else:
-            self._have_request()
+        elif self._intake is not None:
+            self._intake.end()
 
     def client_gone(self) -> None:
         """The client has closed the connection."""
@@ -221,11 +193,12 @@ class Exchange:
 
     def client_writable(self, writable: bool) -> None:
         """The client's socket can, or cannot, take more: carry the pressure on to the replica."""
-        self._client_writable = writable
-        if not writable:
-            self._paused_since_s = self._plane.now()
+        now_s = self._plane.now()
+        if writable:
+            self.paused_since_s = None
+            self.last_byte_s = now_s
         else:
-            self._last_byte_s = self._plane.now()
+            self.paused_since_s = now_s
         connection = self._connection
         if connection is not None:
             if writable:
@@ -233,67 +206,36 @@ class Exchange:
             else:
                 connection.pause()
 
-    # -- from request to attempt
+    # -- what the request asks for
 
-    def _have_request(self) -> None:
-        """The request is complete, or its body streams through: answer it here or route it."""
-        try:
-            self._handle()
-        except Exception:
-            # In the parser's callback an exception would pass for bytes that are not HTTP.
-            logger.exception("request %s failed inside the gateway", self.request_id.decode("latin-1"))
-            self.broken_inside()
-
-    def _handle(self) -> None:
-        handling = self._handling
-        if handling is Handling.STREAM:
-            self._route(None)
-            return
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body = []
-        self._whole = body
-        if handling is Handling.LOCAL:
-            self.status, payload = self._plane.answer_locally(self.head)
-            keep_alive = self._keep_alive()
-            self._answer.json(self.status, payload, keep_alive)
-            self._close(Outcome.LOCAL)
-            self._client.finished(keep_alive)
-            return
-        parsed: RequestBody | None = None
-        if handling is Handling.JSON:
-            read = read_body(self._plane, self.head, body)
-            if isinstance(read, GatewayError):
-                self._refuse(read)
-                return
-            parsed = read
-        source = self._plane.token_source
-        if source is not None and parsed is not None:
-            path = self.head.path.decode("latin-1")
-            if source.fetch(path, parsed, partial(self._have_tokens, parsed)):
-                return
-        self._route(parsed)
-
-    def _have_tokens(self, body: RequestBody, tokens: TokenPrompt | None) -> None:
-        """The prompt's tokens are there, or will not be in time: go on."""
-        if self._ended:
-            return
-        try:
-            self._route(body, tokens)
-        except Exception:
-            logger.exception("request %s failed inside the gateway", self.request_id.decode("latin-1"))
-            self.broken_inside()
-
-    def _route(self, body: RequestBody | None, tokens: TokenPrompt | None = None) -> None:
-        plane = self._plane
-        query = query_for(plane, self.head, body, self.started_s, tokens)
-        if isinstance(query, GatewayError):
-            self._refuse(query)
-            return
+    def refused(self, error: GatewayError, query: Query | None = None) -> None:
+        """It cannot be served: say so before any replica has been asked for."""
         self.query = query
-        if body is not None and body.transfer_params and plane.router.fleet.divided:
-            self._refuse(errors.TRANSFER_PARAMS)
-            return
-        self._whole, self._usage_added = body_for_replica(plane, self.head, body, query, self._whole)
+        self._end_with(error, Outcome.REFUSED, self._keep_alive() and not error.close)
+
+    def answered(self, status: int, payload: bytes) -> None:
+        """The gateway knows the answer itself."""
+        self.status = status
+        keep_alive = self._keep_alive()
+        self._answer.json(status, payload, keep_alive)
+        self._close(Outcome.LOCAL)
+        self._client.finished(keep_alive)
+
+    def send_continue(self) -> None:
+        """The client may send the body."""
+        self._client.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def body_streams(self, pending: list[bytes]) -> None:
+        """The body is sent on while it comes."""
+        self._upload = Upload(self._client, self.head, pending)
+
+    def asked(self, query: Query, body: bytes, usage_added: bool) -> None:
+        """A replica is to be asked: find one that has room."""
+        plane = self._plane
+        self._intake = None
+        self.query = query
+        self._whole = body
+        self._usage_added = usage_added
         self.routed_s = plane.now()
         self.phase = Phase.QUEUED
         queue = plane.queue
@@ -301,7 +243,9 @@ class Exchange:
             if queue.enter(query.model, self):
                 self.queued_s = self.routed_s
             else:
-                self._failed(self._lacking)
+                self._failed(self.lacking)
+
+    # -- from request to attempt
 
     def offer_room(self) -> bool:
         """Go to a replica if one has room now; False if none has."""
@@ -311,13 +255,13 @@ class Exchange:
         try:
             assignment = self._plane.router.assign(self.query, (), self._plane.now())
         except Saturated:
-            self._lacking = Cause.SATURATED
+            self.lacking = Cause.SATURATED
             return False
         except TargetsOutOfReach as refusal:
             self._failed(Cause.OUT_OF_REACH, refusal.retry_after_s)
             return True
         except NoReplica:
-            self._lacking = Cause.NO_REPLICA
+            self.lacking = Cause.NO_REPLICA
             return False
         except Exception:
             logger.exception("request %s cannot be routed", self.request_id.decode("latin-1"))
@@ -337,7 +281,7 @@ class Exchange:
             self._connect()
             return
         self.phase = Phase.PREFILL
-        self._last_byte_s = self._plane.now()
+        self.last_byte_s = self._plane.now()
         self._remote = RemotePrefill(self, self._plane, hand_off, self.request_id)
         self._remote.start(self.head, self._whole)
 
@@ -407,7 +351,7 @@ class Exchange:
             return
         self._connection = connection
         self.phase = Phase.WAITING
-        self.sent_s = self._last_byte_s = self._plane.now()
+        self.sent_s = self.last_byte_s = self._plane.now()
         replica = self.assignment.replica
         body = self._whole if remote is None else remote.with_params(self._whole)
         head = replica_request_head(
@@ -433,7 +377,7 @@ class Exchange:
         if upload is None:
             return
         # The time that counts from now on is the other side's.
-        self._last_byte_s = self._plane.now()
+        self.last_byte_s = self._plane.now()
         if writable:
             upload.let_go_on()
         else:
@@ -455,7 +399,7 @@ class Exchange:
 
     def response_head(self, head: ResponseHead) -> None:
         """The replica's response begins."""
-        self._last_byte_s = self._plane.now()
+        self.last_byte_s = self._plane.now()
         self.phase = Phase.HELD
         self.status = head.status
         cause = failures.STATUS_CAUSES.get(head.status)
@@ -476,7 +420,7 @@ class Exchange:
         )
         if not reply.kept_back:
             self._pass_on(reply)
-        if not self._client_writable and self._connection is not None:
+        if self.paused_since_s is not None and self._connection is not None:
             self._connection.pause()
 
     def _fetches_kv(self) -> bool:
@@ -497,7 +441,7 @@ class Exchange:
 
     def response_body(self, data: bytes) -> None:
         """Body bytes of the response."""
-        now = self._last_byte_s = self._plane.now()
+        now = self.last_byte_s = self._plane.now()
         reply = self._reply
         assert reply is not None
         if reply.kept_back:
@@ -537,7 +481,7 @@ class Exchange:
         assignment = self.assignment
         if answered and reply.observer is None and assignment is not None:
             # A whole answer ends with a step, as a token does.
-            assignment.step_seen_s[assignment.slot] = self._last_byte_s
+            assignment.step_seen_s[assignment.slot] = self.last_byte_s
         self._detach(verdict, keep_prefix=answered)
         self._close(outcome)
         self._client.finished(self._keep_alive() and not self._answer.until_close)
@@ -546,32 +490,12 @@ class Exchange:
         """Look at the limits; called a few times a second for every exchange under way."""
         if self._ended or not self._begun:
             return
-        limits = self._plane.limits
-        phase = self.phase
-        idle_s = now_s - self._last_byte_s
-        if limits.deadline_s and now_s - self.started_s > limits.deadline_s:
-            self._failed(Cause.DEADLINE)
-        elif not self._client_writable:
-            if now_s - self._paused_since_s > limits.client_stall_timeout_s:
-                self._failed(Cause.CLIENT_STALLED)
-        elif phase is Phase.READING:
-            if idle_s > limits.body_timeout_s:
-                self._failed(Cause.UPLOAD_STALLED)
-        elif phase is Phase.QUEUED:
-            if now_s - self.queued_s > limits.queue_wait_s:
-                self._failed(self._lacking)
-            elif self.query is not None and (targets := self.query.targets) is not None and targets.overdue(now_s):
-                self._failed(Cause.OUT_OF_REACH)
-        elif phase is Phase.WAITING:
-            if self._upload is not None and not self.request_complete and not self._upload.blocked:
-                if idle_s > limits.body_timeout_s:
-                    self._failed(Cause.UPLOAD_STALLED)
-            elif idle_s > limits.first_byte_timeout_s:
-                self._failed(Cause.FIRST_BYTE_TIMEOUT)
-            elif self.assignment is not None:
-                self.assignment.presume(now_s)
-        elif phase not in (Phase.CONNECTING, Phase.PREFILL) and idle_s > limits.silence_timeout_s:
-            self._failed(Cause.SILENCE)
+        cause = limit_passed(self, self._plane.limits, now_s)
+        if cause is not None:
+            self._failed(cause)
+        elif self.phase is Phase.WAITING and self.paused_since_s is None and not self.uploading:
+            assert self.assignment is not None
+            self.assignment.presume(now_s)
         if self._remote is not None:
             self._remote.tick(now_s)
 
@@ -584,15 +508,12 @@ class Exchange:
         if self._ended:
             return
         self._detach(Verdict.CANCELLED, keep_prefix=False)
-        self.error_code = errors.INTERNAL.code
         if self._answer.begun:
+            self.error_code = errors.INTERNAL.code
             self._close(Outcome.BROKEN)
             self._client.abort(reset=True)
-            return
-        self.status = errors.INTERNAL.status
-        self._answer.error(errors.INTERNAL, keep_alive=False)
-        self._close(Outcome.FAILED)
-        self._client.finished(False)
+        else:
+            self._end_with(errors.INTERNAL, Outcome.FAILED, keep_alive=False)
 
     # -- failures
 
@@ -610,7 +531,7 @@ class Exchange:
                 return
             action = rule.otherwise
         gave_up = cause is Cause.CLIENT_LEFT or cause is Cause.DEADLINE
-        verdict = Verdict.TIMEOUT if gave_up and self._hung() else rule.verdict
+        verdict = Verdict.TIMEOUT if gave_up and hung(self, self._plane.now()) else rule.verdict
         reply = self._reply
         self._detach(verdict, keep_prefix=self.first_token_s is not None)
         self.error_code = rule.code
@@ -626,22 +547,8 @@ class Exchange:
             self._close(Outcome.BROKEN)
             self._client.abort(reset=self._answer.until_close)
             return
-        self.status = error.status
-        keep_alive = self._keep_alive()
-        self._answer.error(error, keep_alive)
-        self._close(Outcome.FAILED if self.attempts and error.status >= 500 else Outcome.REFUSED)
-        self._client.finished(keep_alive)
-
-    def _hung(self) -> bool:
-        """Say whether the replica has shown no sign of life since it got this stream, for too long; see `failures`."""
-        assignment, query = self.assignment, self.query
-        if assignment is None or query is None or not query.stream or self.first_token_s is not None:
-            return False
-        if self.phase is not Phase.WAITING and self.phase is not Phase.STREAMING:
-            return False
-        waited_s = self._plane.now() - self.sent_s
-        longest_s = max(failures.HUNG_AFTER_S, failures.HUNG_AFTER_PREDICTIONS * assignment.predicted_ttft_s)
-        return waited_s > longest_s and assignment.step_seen_s[assignment.slot] < self.sent_s
+        outcome = Outcome.FAILED if self.attempts and error.status >= 500 else Outcome.REFUSED
+        self._end_with(error, outcome, self._keep_alive())
 
     def _resend(self) -> bool:
         """Send the request to the same replica once more on a new connection, if that has not been done already."""
@@ -708,13 +615,12 @@ class Exchange:
 
     # -- answers
 
-    def _refuse(self, error: GatewayError) -> None:
-        """Answer with an error before any replica has been asked for."""
+    def _end_with(self, error: GatewayError, outcome: Outcome, keep_alive: bool) -> None:
+        """Answer with an error of the gateway's own."""
         self.status = error.status
         self.error_code = error.code
-        keep_alive = self._keep_alive() and not error.close
         self._answer.error(error, keep_alive)
-        self._close(Outcome.REFUSED)
+        self._close(outcome)
         self._client.finished(keep_alive)
 
     def _keep_alive(self) -> bool:
@@ -738,6 +644,9 @@ class Exchange:
         self._ended = True
         self.outcome = outcome
         self._whole = b""
-        self._body = []
+        if self._intake is not None:
+            self._intake.abandon()
+            self._intake = None
+        self._upload = None
         if self._begun:
             self._plane.exchange_ended(self)

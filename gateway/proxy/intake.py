@@ -1,20 +1,28 @@
-"""What a complete request asks for: its body read, the router's question put, its body made ready for a replica.
+"""A request until it is known what it asks for: its head checked, its body read, the router's question put.
 
-No replica is looked for here, and nothing is charged. What cannot be served comes back as the error to answer with.
+Rules:
+- No replica is looked for here, and nothing is charged.
+- It ends in at most one call on its owner: `refused`, `answered` or `asked`; before `asked`, `body_streams` says of a
+  body that is not JSON that it is not to be waited for.
 """
 
-from typing import TYPE_CHECKING
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from gateway.prompt.body import InvalidBody, RequestBody
 from gateway.prompt.token_chain import TokenPrompt
 from gateway.proxy import errors
 from gateway.proxy.errors import GatewayError
 from gateway.proxy.heads import RequestHead
+from gateway.proxy.routes import Handling
 from gateway.routing.query import Query
 from gateway.routing.refusals import InvalidTarget, UnknownModel
 
 if TYPE_CHECKING:
     from gateway.proxy.plane import DataPlane
+
+logger = logging.getLogger(__name__)
 
 _NO_MODEL = GatewayError(
     400,
@@ -24,63 +32,166 @@ _NO_MODEL = GatewayError(
 )
 
 
-def read_body(plane: "DataPlane", head: RequestHead, body: bytes) -> RequestBody | GatewayError:
-    """Read a JSON body.
+class RequestOwner(Protocol):
+    """Who has a request read."""
 
-    Args:
-        plane: how bodies are parsed, and which paths need a model.
-        head: the request's.
-        body: all of it, as the client has sent it.
-    """
-    try:
-        parsed = plane.parse(head, body)
-    except InvalidBody as invalid:
-        return GatewayError(400, invalid.message, invalid.code, param=invalid.param)
-    if parsed.model is None and plane.routes.needs_model(head.path):
-        return _NO_MODEL
-    return parsed
+    request_id: bytes
+    started_s: float
 
+    def refused(self, error: GatewayError, query: Query | None = None) -> None:
+        """It cannot be served; `query` if it was read that far."""
 
-def query_for(
-    plane: "DataPlane", head: RequestHead, body: RequestBody | None, received_s: float, tokens: TokenPrompt | None
-) -> Query | GatewayError:
-    """Return what the router is to be asked.
+    def answered(self, status: int, payload: bytes) -> None:
+        """The gateway knows the answer itself: a JSON document."""
 
-    Args:
-        plane: whose router it is.
-        head: the request's.
-        body: its body; None if that is not JSON, or there is none.
-        received_s: when it came: monotonic seconds.
-        tokens: its prompt as the engine will see it, if known.
-    """
-    try:
-        query = plane.router.query(body, head.headers, head.targets, received_s, tokens)
-    except UnknownModel as unknown:
-        return errors.unknown_model(unknown.model)
-    except InvalidTarget as invalid:
-        return errors.invalid_target(invalid.header)
-    if head.content_encoding:
-        # Nothing can be put into a compressed body.
-        query.divisible = False
-    return query
+    def send_continue(self) -> None:
+        """The client may send the body."""
+
+    def body_streams(self, pending: list[bytes]) -> None:
+        """The body is not JSON: it is sent on while it comes. `pending` of it is there already."""
+
+    def asked(self, query: Query, body: bytes, usage_added: bool) -> None:
+        """A replica is to be asked.
+
+        Args:
+            query: what the router is asked.
+            body: as replicas get it; b"" for one that streams through.
+            usage_added: usage is asked for in it, and the client has not asked for it.
+        """
+
+    def broken_inside(self) -> None:
+        """The gateway itself has failed on the request."""
 
 
-def body_for_replica(
-    plane: "DataPlane", head: RequestHead, read: RequestBody | None, query: Query, body: bytes
-) -> tuple[bytes, bool]:
-    """Return the body as replicas get it, and whether usage is asked for in it that the client has not asked for.
+class Intake:
+    """The reading of one request."""
 
-    Args:
-        plane: whether, and on which paths, usage is asked for.
-        head: the request's.
-        read: what `read_body` has made of the body; None if that is not JSON, or there is none.
-        query: what the router is asked.
-        body: as the client has sent it.
-    """
-    if query.rewritten_model is not None:
-        body = query.rewritten_body(body)
-    if plane.asks_usage and read is not None and read.stream and not read.include_usage:
-        asking = plane.asking_usage(head, body)
-        if asking is not None:
-            return asking, True
-    return body, False
+    __slots__ = ("_handling", "_head", "_over", "_owner", "_pieces", "_plane", "_size_bytes")
+
+    def __init__(self, owner: RequestOwner, plane: "DataPlane", head: RequestHead) -> None:
+        """Begin behind the head.
+
+        Args:
+            owner: told what it asks for.
+            plane: limits, paths and the router.
+            head: the request's.
+        """
+        self._owner = owner
+        self._plane = plane
+        self._head = head
+        self._handling: Handling | None = None
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+        self._over = False
+
+    def begin(self, complete: bool) -> None:
+        """The request's turn has come: look at its head.
+
+        Args:
+            complete: its body is there.
+        """
+        head, plane = self._head, self._plane
+        error = head.error or plane.refuse(head)
+        if error is not None:
+            self._owner.refused(error)
+            return
+        handling = self._handling = plane.routes.handling(head)
+        if handling is Handling.NOT_FOUND:
+            self._owner.refused(errors.NOT_FOUND)
+            return
+        limit = plane.limits.max_body_bytes
+        if (head.content_length or 0) > limit or self._size_bytes > limit:
+            self._owner.refused(errors.body_too_large(limit))
+            return
+        if head.expect_continue and not complete and not head.version_1_0:
+            # RFC 9110 section 10.1.1
+            self._owner.send_continue()
+        if handling is Handling.STREAM:
+            pending, self._pieces = self._pieces, []
+            self._owner.body_streams(pending)
+            self.end()
+        elif complete:
+            self.end()
+
+    def add(self, data: bytes) -> None:
+        """Keep a piece of the body; it may come before the request's turn."""
+        self._pieces.append(data)
+        self._size_bytes += len(data)
+        limit = self._plane.limits.max_body_bytes
+        if self._size_bytes > limit and self._handling is not None:
+            self._owner.refused(errors.body_too_large(limit))
+
+    def end(self) -> None:
+        """The body is complete, or streams through: say what the request asks for."""
+        try:
+            self._read()
+        except Exception:
+            # In the parser's callback an exception would pass for bytes that are not HTTP.
+            logger.exception("request %s failed inside the gateway", self._owner.request_id.decode("latin-1"))
+            self._owner.broken_inside()
+
+    def abandon(self) -> None:
+        """The request has ended."""
+        self._over = True
+        self._pieces = []
+
+    def _read(self) -> None:
+        plane, head, handling = self._plane, self._head, self._handling
+        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces = []
+        if handling is Handling.LOCAL:
+            status, payload = plane.answer_locally(head)
+            self._owner.answered(status, payload)
+            return
+        if handling is not Handling.JSON:
+            self._ask(None, body, None)
+            return
+        try:
+            read = plane.parse(head, body)
+        except InvalidBody as invalid:
+            self._owner.refused(GatewayError(400, invalid.message, invalid.code, param=invalid.param))
+            return
+        if read.model is None and plane.routes.needs_model(head.path):
+            self._owner.refused(_NO_MODEL)
+            return
+        source = plane.token_source
+        if source is not None and source.fetch(
+            head.path.decode("latin-1"), read, partial(self._have_tokens, read, body)
+        ):
+            return
+        self._ask(read, body, None)
+
+    def _have_tokens(self, read: RequestBody, body: bytes, tokens: TokenPrompt | None) -> None:
+        """The prompt's tokens are there, or will not be in time: go on."""
+        if self._over:
+            return
+        try:
+            self._ask(read, body, tokens)
+        except Exception:
+            logger.exception("request %s failed inside the gateway", self._owner.request_id.decode("latin-1"))
+            self._owner.broken_inside()
+
+    def _ask(self, read: RequestBody | None, body: bytes, tokens: TokenPrompt | None) -> None:
+        plane, head, owner = self._plane, self._head, self._owner
+        try:
+            query = plane.router.query(read, head.headers, head.targets, owner.started_s, tokens)
+        except UnknownModel as unknown:
+            owner.refused(errors.unknown_model(unknown.model))
+            return
+        except InvalidTarget as invalid:
+            owner.refused(errors.invalid_target(invalid.header))
+            return
+        if read is not None and read.transfer_params and plane.router.fleet.divided:
+            owner.refused(errors.TRANSFER_PARAMS, query)
+            return
+        if head.content_encoding:
+            # Nothing can be put into a compressed body.
+            query.divisible = False
+        if query.rewritten_model is not None:
+            body = query.rewritten_body(body)
+        if plane.asks_usage and read is not None and read.stream and not read.include_usage:
+            asking = plane.asking_usage(head, body)
+            if asking is not None:
+                owner.asked(query, asking, True)
+                return
+        owner.asked(query, body, False)

@@ -307,6 +307,24 @@ def test_a_stream_of_a_second_leg_is_relayed_from_its_first_event_on() -> None:
     bench.assert_idle()
 
 
+def test_a_stream_lost_before_its_first_event_leaves_nothing_to_the_next_attempt() -> None:
+    bench = bench_of()
+    exchange, client, _ = ask(bench, stream=True)
+    bench.connect(P).send(answered(PARAMS))
+    d = bench.connect(D)
+    d.send(SSE_HEAD + chunk(TOKEN[:10]))
+    bench.router.hand_offs.use(HandOffRules(HandOffSettings(policy="never")))
+    d.lose(ConnectionResetError())
+    body = b'{"usage":{"prompt_tokens":3,"completion_tokens":2}}'
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    bench.connect(D2).send(head + body)
+    answer = client.answer()
+    assert (answer.status, answer.body, answer.complete) == (200, body, True)
+    assert exchange.usage is not None
+    assert exchange.usage.prompt_tokens == 3
+    bench.assert_idle()
+
+
 @pytest.mark.parametrize("how", ["refused", "reset", "busy"])
 def test_a_second_leg_that_fails_never_uses_the_same_parameters_again(how: str) -> None:
     bench = bench_of()
