@@ -8,8 +8,12 @@ Rules:
 - Every exchange ends in `_close`, exactly once, which is also where it is counted and logged.
 
 A request goes READING -> QUEUED -> ([PREFILL ->] CONNECTING -> WAITING -> HELD | STREAMING)* -> done; it stays QUEUED
-only while no replica has room. What one attempt adds on its way has files of its own: `remote_prefill` where another
-replica computes the prompt, `upload` for a body that streams through, `reply` for the response until it is the answer.
+only while no replica has room. Parts of the way have files of their own, and report back here:
+- `intake`: READING, until it is known what the request asks for;
+- `upload`: a body that is sent on while it comes;
+- `remote_prefill`: PREFILL, where another replica computes the prompt;
+- `reply`: HELD and STREAMING, what one replica's response goes through until it is the client's `answer`;
+- `timeouts`: which limit in time has been passed.
 """
 
 import logging
@@ -41,7 +45,23 @@ logger = logging.getLogger(__name__)
 
 
 class Exchange:
-    """One request from its head to its end."""
+    """One request from its head to its end.
+
+    Attributes:
+        head, method, request_id: what was asked, and the id that both sides are told.
+        phase: how far it is.
+        query: what the router is asked; None before that is known.
+        assignment: its place on the replica of the last attempt.
+        attempts: how many there were; a hand-off that fails is none.
+        outcome, status, error_code, usage: how it ended, the last two where there is one.
+        bytes_in: of its body.
+        started_s, routed_s, queued_s, sent_s, first_token_s, last_token_s: when its head came, a replica was first
+            asked for, it began to wait for room, it was last sent, and the answer's tokens were seen.
+        last_byte_s: when anything last came from the side whose turn it is.
+        paused_since_s: since when the client has taken no more bytes; None if it takes them.
+        lacking: why no replica has taken it, while it waits for room.
+        request_complete: all of it has been read.
+    """
 
     __slots__ = (
         "_answer",
