@@ -125,7 +125,7 @@ class PredictedTTFT:
         eviction_price = self.eviction_price * self._reuse
         batch_price = self.batch_price
         needed = request.prompt_tokens + request.expected_output_tokens
-        best_cost = float("inf")
+        best_cost = better = alike = float("inf")
         best = candidates.slots[0]
         ties = 1
         slots, looked_at = candidates.slots, 0
@@ -137,23 +137,24 @@ class PredictedTTFT:
                 waiting = in_flight[slot] - decodes[slot]
                 if waiting:
                     cost += queue_price * waiting * work
-                left, most = room[slot], capacity[slot]
+                left = room[slot]
                 if full[slot]:
                     cost += eviction_price * work
                 if left < needed:
                     over = needed - matched[slot] - left
                     if over > 0.0:
-                        cost += self.memory_price * over / most
+                        cost += self.memory_price * over / capacity[slot]
                         if waits[slot]:
                             cost -= (1.0 - self.wait_price) * waits[slot]
-                if cost < best_cost * (1.0 - _TIE):
+                if cost < better:
                     best_cost, best, ties = cost, slot, 1
-                elif cost <= best_cost * (1.0 + _TIE):
+                    better, alike = cost * (1.0 - _TIE), cost * (1.0 + _TIE)
+                elif cost <= alike:
                     # Reservoir sampling: each of k ties is kept with probability 1/k.
                     ties += 1
                     if self._random.random() * ties < 1.0:
                         best = slot
-            slots = candidates.more(best_cost * (1.0 - _TIE)) if candidates.more is not None else ()
+            slots = candidates.more(better) if candidates.more is not None else ()
         if request.prompt_tokens > 0.0:
             self._reuse += _REUSE_STEP * (matched[best] / request.prompt_tokens - self._reuse)
         terms = {

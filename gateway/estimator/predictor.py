@@ -320,29 +320,33 @@ class Predictor:
             own = new * (per_token + (cached + new * 0.5) * per_pair)
             compute = ahead_s[slot] + own
             running = decodes[slot]
-            tokens = ahead_tokens[slot] + new
-            budget = budgets[slot]
-            steps = int(tokens / budget) + 1 if tokens >= budget else 1
+            tokens, budget = ahead_tokens[slot] + new, budgets[slot]
+            idle = weights + overhead
             if running:
                 shared = overhead + (context_tokens[slot] + context_shift_tokens[slot]) * per_kv
                 decoding = running * decode
                 step = shared + (weights if weights > decoding else decoding)
-                memory = steps * shared
+                memory = shared
+            else:
+                step, memory, decoding = idle, overhead, 0.0
+            floor = weights
+            if tokens >= budget:
+                steps = int(tokens / budget) + 1
+                floor *= steps
+                memory *= steps
+                decoding *= steps
+            if running:
                 if compute == own:
                     # In which part of a step the request arrives shows in when the last token came.
                     passed = (now_s - step_seen_s[slot]) / step
                     memory += step * (1.0 - passed % 1.0 if passed < _STEPS_REMEMBERED else 0.5)
-                compute += steps * decoding
+                compute += decoding
                 decode_delay_s[slot] = running * own
             else:
-                step = weights + overhead
-                memory = steps * overhead
                 decode_delay_s[slot] = 0.0
             decode_step_s[slot] = step
-            idle = weights + overhead
             full = idle + (kv_tokens[slot] + prompt_tokens) * per_kv
             batch_cost_s[slot] = full * full / idle if idle else full
-            floor = steps * weights
             # If there is so little to compute, reading the weights takes longer.
             predicted_ttft_s[slot] = constant + memory + (compute if compute > floor else floor)
             own_prefill_s[slot] = own

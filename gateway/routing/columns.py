@@ -228,14 +228,14 @@ class Columns:
             among = frozenset(slots)
             self._among = (slots, among)
         tokens = self.matched_tokens
-        matched = {slot for slot, _ in self._matched if slot in among}
+        holders = [slot for slot, _ in self._matched]
         if self._matched_by_tokens:
-            matched.update(slot for slot, _, _ in self._matched_by_tokens if slot in among)
+            holders.extend([slot for slot, _, _ in self._matched_by_tokens])
         most = 0.0
-        if len(matched) > _MOST_MATCHED:
+        if len(holders) > _MOST_MATCHED:
             # What all hold, a system prompt, tells nobody apart.
-            most = sorted(tokens[slot] for slot in matched)[-_MOST_MATCHED]
-            matched = {slot for slot in matched if tokens[slot] > most}
+            most = sorted([tokens[slot] for slot in holders])[-_MOST_MATCHED]
+        matched = {slot for slot in holders if tokens[slot] > most and slot in among}
         self._prompt_tokens, self._now_s = prompt_tokens, now_s
         self._walk = self._order.walk(prompt_tokens, most, bounded.floor_prices(), among, matched)
         self._look = _FIRST_LOOK
@@ -300,8 +300,10 @@ class Columns:
             # The engine computes at least the last token itself, and caches whole blocks only.
             most = max(int(prompt_tokens) - 1, 0)
             offsets, tokens, sizes = self._offsets, self.matched_tokens, self.block_tokens
+            before = held = 0
             for slot, blocks in matched:
-                held = min(int(offsets[blocks] * per_byte), most)
+                if blocks != before:
+                    before, held = blocks, min(int(offsets[blocks] * per_byte), most)
                 tokens[slot] = float(held - held % sizes[slot])
 
     def _predict(self, slots: Sequence[int], prompt_tokens: float, now_s: float) -> None:
