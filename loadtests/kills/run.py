@@ -146,7 +146,7 @@ class _Scene:
         worker = psutil.Process((await self._workers())[0]["pid"])
         # Stopped first, so that what it has does not change any more.
         worker.send_signal(SIGSTOP)
-        while worker.status() != psutil.STATUS_STOPPED:
+        while worker.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 - another process' state
             await asyncio.sleep(0)
         ports = {
             connection.raddr.port
