@@ -26,7 +26,8 @@ the request's own TTFT, and it rises with the load of the replica:
   queues of many short ones, as where jobs are assigned to servers by size (M. Harchol-Balter, M. Crovella, C. Murta,
   "On choosing a task assignment policy for a distributed server system", 1999), but no sizes have to be set.
 - decode_price, by the answers that run: each of their streams stands still for as long as the prompt is computed.
-- eviction_price, where the cache is full: what a prompt drives out is computed again if it comes again.
+- eviction_price, where the cache is full: what a prompt drives out is computed again if it comes again, and then others
+  wait for that as well, so that it counts twice.
 - prefill_price, on an idle replica as well: a copy takes memory, and the replica may be wanted while it is computed.
 
 Why waiting for memory counts so little: a request that leaves a replica without memory takes its whole prompt's worth
@@ -74,9 +75,9 @@ class PredictedTTFT:
     def __init__(
         self,
         seed: int = 0,
-        prefill_price: float = 0.25,
-        eviction_price: float = 1.0,
-        decode_price: float = 0.07,
+        prefill_price: float = 0.1,
+        eviction_price: float = 2.0,
+        decode_price: float = 0.05,
         batch_price: float = 5.0,
         memory_price: float = 10.0,
         wait_price: float = 0.03,

@@ -127,7 +127,7 @@ def test_waiting_for_memory_counts_as_little_as_its_price() -> None:
 
 
 def test_driving_out_what_is_used_again_counts_where_memory_is_full() -> None:
-    policy = PredictedTTFT(prefill_price=1.0)
+    policy = PredictedTTFT(prefill_price=1.0, eviction_price=1.0)
     cached = candidates([0], matched_tokens=[1000])
     for _ in range(2000):
         policy.choose(REQUEST, cached)
