@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class StubGateway:
         """What to do wrong at the n-th chat."""
         self.open = 0
         self.most_open = 0
+        self.peers: set[Any] = set()
 
     def application(self) -> web.Application:
         application = web.Application()
@@ -67,6 +69,8 @@ class StubGateway:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        assert request.transport is not None
+        self.peers.add(request.transport.get_extra_info("peername"))
         failure = self.fail.get(len(self.bodies))
         self.bodies.append(body)
         if failure == "status":
@@ -184,6 +188,16 @@ async def test_arrivals_do_not_wait_for_answers(stub: StubGateway, client: ChatC
     stub._event = hold  # type: ignore[method-assign]
     await drive(client, TRACE, LOAD)
     assert stub.most_open == len(TRACE)
+
+
+async def test_one_after_the_other_each_on_a_connection_of_its_own(stub: StubGateway) -> None:
+    async with ChatClient(stub.url, keeps_alive=False) as client:
+        run = await drive(client, TRACE, replace(LOAD, speed=0.001, serial=True))
+    assert [result.error for result in run.results] == [None] * 4
+    # In the order of the trace, and not at its times: those would be 50 s apart.
+    assert [body["max_tokens"] for body in stub.bodies] == [2, 3, 1, 3]
+    assert run.wall_s < 25
+    assert (stub.most_open, len(stub.peers)) == (1, 4)
 
 
 async def test_a_running_gateway_names_its_policy_and_model(stub: StubGateway) -> None:
