@@ -31,6 +31,10 @@ ALL_UP_TO = 24
 _FIRST_LOOK = 8
 """Candidates by load on a shortlist; each further look is at twice as many."""
 
+LOOK_AT_MOST = 56
+"""Candidates by load that are looked at in all, 8 + 16 + 32. Where so many are alike that none of the rest can be ruled
+out, one of the best so far will do."""
+
 _MOST_MATCHED = 32
 """Holders of the longest prefixes that are looked at in any case."""
 
@@ -58,7 +62,7 @@ class Columns:
         memory_wait_s: by slot, the part of the predicted TTFT that is waiting for KV memory; per request.
         block_tokens: the engines' block sizes by slot.
         token_match: what the engines themselves have told; None without KV events.
-        all_up_to: see `ALL_UP_TO`.
+        all_up_to, look_at_most: see `ALL_UP_TO` and `LOOK_AT_MOST`.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class Columns:
         self._predicted = False
         self._next_engine = 0
         self.all_up_to = ALL_UP_TO
+        self.look_at_most = LOOK_AT_MOST
         self._order = LoadOrder(ledger, memory, predictor, self._cache_full, seed)
         self._bounded: BoundedBelow | None = None
         self._walk: Walk | None = None
@@ -249,6 +254,8 @@ class Columns:
         walk = self._walk
         assert walk is not None
         self._look *= 2
+        if 2 * self._look - _FIRST_LOOK > self.look_at_most:
+            return ()
         slots = walk.further(below_s, self._look)
         if slots:
             slots.sort()

@@ -25,8 +25,8 @@ the queue without its head, the phase at least nothing. So
     cost >= base(P, matched) + max(load - spare, 0),
     load = a + context x k + b (2 K k + K^2 k^2 / idle) + d u running
 
-with a base that all of a group share, or at least: that of its least factors. Nothing is lost: what the walk leaves out
-costs more than what the policy was satisfied with.
+with a base that all of a group share, or at least: that of its least factors. Nothing is lost as long as the walk goes
+on until the bound is above what the policy was satisfied with. Who ends it before loses at most the difference.
 """
 
 from bisect import bisect_left, insort
@@ -242,6 +242,7 @@ class LoadOrder:
         if not touched:
             return
         if len(touched) > _REBUILD_SHARE * len(self._opened) and len(touched) > 8:
+            self._usual_own_s = recent_s
             self._rebuild()
         else:
             for slot in touched:

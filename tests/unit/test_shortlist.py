@@ -67,6 +67,7 @@ class Crowd:
         )
         self.columns = self.router._columns
         self.columns.all_up_to = 0
+        self.columns.look_at_most = 1 << 20
         self.rate = rate
         self.now_s = 1.0
         self.waiting: list[Assignment] = []
@@ -246,3 +247,12 @@ def test_a_prefix_that_all_hold_does_not_make_all_worth_a_look() -> None:
     assignment = crowd.router.assign(crowd.router.query(body, {}), (), crowd.now_s)
     assert assignment.slot == 77
     assert assignment.terms["evaluated"] <= 16
+
+
+def test_there_is_an_end_to_looking() -> None:
+    crowd = Crowd(200, 1, 1, 20.0)
+    crowd.columns.look_at_most = 56
+    query = crowd.query()
+    view = crowd.columns.fill(crowd.slots(), query.key, query.request.prompt_tokens, crowd.now_s, whole=False)
+    assert view.more is not None
+    assert [len(view.slots), *(len(view.more(1e9)) for _ in range(3))] == [8, 16, 32, 0]
