@@ -18,7 +18,7 @@ A policy that remembers something per slot must also have `forget`: slots are gi
 
 In a large fleet, a policy that can say what its costs are made of (`BoundedBelow`) is not shown all candidates at once:
 first those that hold most of the prompt and those with the least load, and more of them when it asks. It asks with the
-cost below which one would change its mind, and is given all that may be.
+cost below which one would change its mind, and is given those that may, up to a limit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +124,8 @@ class Candidates:
     engine_kv_usage: Sequence[float] = ()
     more: Callable[[float], Sequence[int]] | None = None
     """Where `slots` are not all there are: call it with a cost, again and again, for further slots. It returns the next
-    few, their columns filled, and nothing when no candidate is left whose cost could be below."""
+    few, their columns filled, and nothing when no candidate is left whose cost could be below,
+    or enough have been looked at."""
     total: int = 0
     """How many candidates there are where `slots` are not all; else 0."""
 
