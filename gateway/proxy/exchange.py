@@ -435,8 +435,8 @@ class Exchange:
             self.method,
             self._answer,
             self._plane.limits.max_held_bytes,
-            fetches_kv=self._fetches_kv(),
-            usage_unasked=self._usage_added,
+            self._fetches_kv(),
+            self._usage_added,
         )
         if not reply.kept_back:
             self._pass_on(reply)

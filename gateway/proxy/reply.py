@@ -25,6 +25,7 @@ from gateway.replicas.breaker import Outcome as Verdict
 # A server's error inside an event stream, as vLLM writes it: {"error": {..., "code": 500}}.
 _SERVER_FAULT = re.compile(rb'"code"\s*:\s*"?5\d\d\b')
 _ERROR_EVENT = b'data: {"error"'
+_WELL = (Verdict.OK, Outcome.OK)
 _MAX_EVENT_BYTES = 65536
 """A first event that is longer is no error."""
 
@@ -59,7 +60,6 @@ class Reply:
         method: bytes,
         answer: Answer,
         max_kept_bytes: int,
-        *,
         fetches_kv: bool,
         usage_unasked: bool,
     ) -> None:
@@ -193,7 +193,7 @@ class Reply:
             # An error event inside a 200. Only the code can tell whose fault it is.
             fault = _SERVER_FAULT.search(observer.tail()) is not None
             return Verdict.SERVER_ERROR if fault else Verdict.CLIENT_ERROR, Outcome.BROKEN
-        return Verdict.OK, Outcome.OK
+        return _WELL
 
     def _take(self) -> bytes:
         kept = self._kept[0] if len(self._kept) == 1 else b"".join(self._kept)
