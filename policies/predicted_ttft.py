@@ -27,7 +27,7 @@ the request's own TTFT, and it rises with the load of the replica:
   "On choosing a task assignment policy for a distributed server system", 1999), but no sizes have to be set.
 - decode_price, by the answers that run: each of their streams stands still for as long as the prompt is computed.
 - eviction_price, where the cache is full: what a prompt drives out is computed again if it comes again, and then others
-  wait for that as well, so that it counts twice.
+  wait for that as well, when the fleet has least to spare: it counts several times.
 - prefill_price, on an idle replica as well: a copy takes memory, and the replica may be wanted while it is computed.
 
 Why waiting for memory counts so little: a request that leaves a replica without memory takes its whole prompt's worth
@@ -76,7 +76,7 @@ class PredictedTTFT:
         self,
         seed: int = 0,
         prefill_price: float = 0.1,
-        eviction_price: float = 2.0,
+        eviction_price: float = 4.0,
         decode_price: float = 0.05,
         batch_price: float = 5.0,
         memory_price: float = 10.0,
