@@ -158,6 +158,7 @@ def test_long_prompts_keep_away_from_queues_of_many_short_ones() -> None:
     assert {PredictedTTFT(seed).choose(REQUEST, short).slot for seed in range(20)} == {0, 1}
 
 
+@settings(deadline=None)
 @given(
     own_s=st.floats(0.001, 10.0),
     ttft_s=st.floats(0.001, 100.0),
