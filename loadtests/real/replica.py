@@ -1,6 +1,7 @@
 """One vLLM server on this machine's CPU, as a child process."""
 
 import asyncio
+import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class ReplicaOptions:
         max_model_len: context length in tokens.
         threads: OpenMP threads.
         kv_events: publish KV events over ZMQ, on the port above the API's second free one.
+        kv_role: `kv_producer`, `kv_consumer` or `kv_both`: hand KV over through vLLM's NixlConnector; None for not.
+        kv_lease_s: how long a producer keeps the KV of a prompt for a consumer that has not asked for it.
         extra: further arguments of `vllm serve`.
         start_timeout_s: until it must be healthy; 15 s when the machine is idle.
     """
@@ -57,6 +60,8 @@ class ReplicaOptions:
     max_model_len: int = 8192
     threads: int = 1
     kv_events: bool = False
+    kv_role: str | None = None
+    kv_lease_s: int = 30
     extra: tuple[str, ...] = ()
     start_timeout_s: float = 300.0
 
@@ -72,7 +77,7 @@ class VllmReplica:
     def __init__(self, options: ReplicaOptions) -> None:
         """Plan a replica; entering the context starts it."""
         self.options = options
-        self._port, self.events_port, self.replay_port = free_ports(3)
+        self._port, self.events_port, self.replay_port, self._side_port = free_ports(4)
         self.url = f"http://{LOOPBACK}:{self._port}"
         self._child = ChildGroup(grace_s=_STOP_S)
 
@@ -116,6 +121,11 @@ class VllmReplica:
     def _program(self) -> list[str]:
         options = self.options
         environment = {**_ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}
+        if options.kv_role is not None:
+            environment |= {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._side_port),
+            }
         program = ["/usr/bin/env", *(word for name in _UNSET for word in ("-u", name))]
         program += [f"{name}={value}" for name, value in environment.items()]
         program += [str(options.venv / "bin" / "vllm"), "serve", str(options.model)]
@@ -131,6 +141,13 @@ class VllmReplica:
                 f'"endpoint":"tcp://*:{self.events_port}","replay_endpoint":"tcp://*:{self.replay_port}",'
                 f'"topic":"kv@{LOOPBACK}:{self._port}@{options.name}"}}',
             ]
+        if options.kv_role is not None:
+            connector = {
+                "kv_connector": "NixlConnector",
+                "kv_role": options.kv_role,
+                "kv_connector_extra_config": {"kv_lease_duration": options.kv_lease_s},
+            }
+            program += ["--kv-transfer-config", json.dumps(connector)]
         return [*program, *options.extra]
 
     async def _healthy(self) -> None:
