@@ -1,23 +1,17 @@
 """A body that streams through: framing, back-pressure, and when it can no longer be sent again."""
 
-from typing import cast
-
 import pytest
-from support.exchanges import FakeClient, chunk
+from support.exchanges import Bench, FakeClient, FakeTransport, chunk
 
 from gateway.proxy.heads import RequestHead
 from gateway.proxy.upload import Upload
 from gateway.proxy.upstream import ReplicaConnection
 
 
-class Written:
-    """As much of a connection as an upload needs."""
-
-    def __init__(self) -> None:
-        self.sent = b""
-
-    def write(self, data: bytes) -> None:
-        self.sent += data
+def connection_to_write() -> tuple[ReplicaConnection, FakeTransport]:
+    connection, transport = ReplicaConnection(Bench().pool()), FakeTransport()
+    connection.connection_made(transport)
+    return connection, transport
 
 
 def upload_of(*headers: tuple[bytes, bytes], pending: tuple[bytes, ...] = ()) -> tuple[Upload, FakeClient]:
@@ -41,12 +35,11 @@ def test_it_goes_in_chunks_only_where_no_length_is_known(
 ) -> None:
     upload, _ = upload_of(*headers)
     assert upload.length == length
-    written = Written()
-    connection = cast(ReplicaConnection, written)
+    connection, transport = connection_to_write()
     upload.pass_on(b"ab", connection)
     upload.pass_on(b"c", connection)
     upload.end(connection)
-    assert written.sent == sent
+    assert transport.sent == sent
 
 
 def test_what_comes_before_the_connection_waits_and_stops_the_client() -> None:
@@ -58,12 +51,12 @@ def test_what_comes_before_the_connection_waits_and_stops_the_client() -> None:
     assert not upload.started, "it can still be sent elsewhere"
     upload.let_go_on()
     assert not client.paused
-    written = Written()
-    upload.pass_on_pending(cast(ReplicaConnection, written))
-    assert written.sent == chunk(b"before") + chunk(b"one")
+    connection, transport = connection_to_write()
+    upload.pass_on_pending(connection)
+    assert transport.sent == chunk(b"before") + chunk(b"one")
     assert upload.started
-    upload.pass_on_pending(cast(ReplicaConnection, written))
-    assert written.sent == chunk(b"before") + chunk(b"one"), "nothing is sent twice"
+    upload.pass_on_pending(connection)
+    assert transport.sent == chunk(b"before") + chunk(b"one"), "nothing is sent twice"
 
 
 def test_an_end_before_the_connection_is_not_written_anywhere() -> None:
