@@ -349,6 +349,7 @@ def test_a_policy_that_raises_costs_one_request_its_answer_and_nothing_else(capl
     bench.assert_idle()
 
 
+@pytest.mark.interpreted
 def test_a_fault_in_one_request_does_not_end_the_limits_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     faulty, first = bench.request()
