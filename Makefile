@@ -36,7 +36,7 @@ loadtest: $(VENV)/.dev
 
 # The hot modules as C extensions, beside the others in build/compiled, and a wheel of them in dist. Needs a C compiler.
 compiled: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet setuptools wheel
+	$(BIN)/python -m pip install --quiet 'setuptools>=77' wheel
 	$(BIN)/python deploy/compile.py --wheel dist
 
 test-compiled: compiled
