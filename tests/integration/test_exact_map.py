@@ -183,6 +183,7 @@ async def test_a_prefix_computed_behind_the_gateways_back_is_found(model: Path) 
             assert name == "replica-2"
 
 
+@pytest.mark.interpreted
 async def test_replicas_without_events_are_matched_by_byte_blocks_beside_others(model: Path) -> None:
     configs = [replica_config(), replica_config(kv_events=False)]
     async with fleet(*configs) as replicas, running_gateway([r.url for r in replicas], options(model)) as running:

@@ -18,10 +18,12 @@ def candidates(slots: list[int], **columns: list[float] | list[int]) -> Candidat
     size = max(slots) + 1
     filled: dict[str, list[float]] = {column.value: [0.0] * size for column in Column}
     filled |= {name: [0] * size for name in COUNTS}
+    full = [bool(value) for value in columns.pop("cache_full", [0] * size)]
     filled["kv_capacity_tokens"] = filled["kv_room_tokens"] = [1e6] * size
     for name, values in columns.items():
         filled[name] = list(values) if name in COUNTS else [float(value) for value in values]
-    return Candidates(slots=slots, **filled)  # type: ignore[arg-type]
+    del filled["cache_full"]
+    return Candidates(slots=slots, cache_full=full, **filled)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
