@@ -44,7 +44,7 @@ test-compiled: compiled
 
 # CPU, latency and memory beside other routers: `make overhead OVERHEAD_ARGS="--quick"`. Measures what is compiled.
 overhead: compiled
-	PYTHONPATH=build/compiled $(BIN)/python -m gateway.cli bench overhead $(OVERHEAD_ARGS)
+	cd build/compiled && ../../$(BIN)/python -m gateway.cli bench overhead $(OVERHEAD_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
