@@ -200,8 +200,8 @@ async def test_replicas_without_events_are_matched_by_byte_blocks_beside_others(
         seen: list[list[float]] = []
         fill = columns.fill
 
-        def spy(*arguments: Any) -> Any:
-            candidates = fill(*arguments)
+        def spy(*arguments: Any, **named: Any) -> Any:
+            candidates = fill(*arguments, **named)
             seen.append(list(columns.matched_tokens))
             return candidates
 
