@@ -272,7 +272,7 @@ class Columns:
 
     def predict_all(self, slots: Sequence[int], prompt_tokens: float, now_s: float) -> None:
         """Make sure there are predictions for all of these slots, whatever the policy reads, and it chose from."""
-        if not self._predicted or len(slots) != len(self.candidates.slots):
+        if not self._predicted or not set(slots).issubset(self.candidates.slots):
             self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
             self._predict(slots, prompt_tokens, now_s)
 

@@ -163,6 +163,17 @@ def test_a_retry_leaves_out_what_was_tried_among_prefill_replicas_too() -> None:
     assert {router.assign(query, (tried,), 0.0).slot for tried in (0, 1)} == {0, 1}
 
 
+def test_predictions_are_made_for_decode_replicas_that_the_policy_could_not_choose() -> None:
+    router = routed("pddd", answer_whole=True)
+    columns = router._columns
+    key = body(32_000).prompt
+    # As many as there are decode replicas, but not the same: one of those is kept free for KV that is on its way.
+    columns.fill((0, 2, 3), key, 32_000.0, 0.0)
+    assert columns.own_prefill_s[1] == 0.0
+    columns.predict_all((1, 2, 3), 32_000.0, 0.0)
+    assert columns.own_prefill_s[1] == columns.own_prefill_s[2] > 0.0
+
+
 def test_a_prompt_that_is_cached_where_it_decodes_stays() -> None:
     router = routed()
     for slot in (1, 2):
