@@ -1,61 +1,31 @@
 """The decision between one replica and two, and what a hand-off holds."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import orjson
 import pytest
+from support.routers import fleet_of, router_over
 
 from gateway.app import hand_off_rules
 from gateway.config import Config
-from gateway.estimator.predictor import Predictor
 from gateway.estimator.transfer import LINKS
-from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import BlockSchedule, PromptKey
 from gateway.prompt.body import RequestBody, parse_body
-from gateway.prompt.tokens import TokensPerByte
-from gateway.replicas.breaker import BreakerSettings, Outcome
-from gateway.replicas.ejection import Ejector
-from gateway.replicas.load import LoadLedger
+from gateway.replicas.breaker import Outcome
 from gateway.replicas.metrics_page import ScrapedState
-from gateway.replicas.registry import Fleet
-from gateway.replicas.spec import ReplicaSpec, Role
+from gateway.replicas.spec import Role
 from gateway.routing.assignment import Assignment
 from gateway.routing.hand_off import REST_AFTER_S, HandOffRules, HandOffSettings
 from gateway.routing.router import Router
 from policies.catalog import make_policy
 
 
-class Timer:
-    def cancel(self) -> None: ...
-
-
-def call_later(delay_s: float, callback: Callable[..., Any], *args: Any) -> Timer:
-    return Timer()
-
-
 def routed(roles: str = "pdd", whole: str = "predicted_ttft", **settings: Any) -> Router:
     """A router in front of H100s with an 8B model; one letter per role."""
-    fleet = Fleet()
     names = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
-    for number, letter in enumerate(roles):
-        spec = ReplicaSpec(
-            f"http://r{number}", f"r{number}", ("m",), names[letter], hardware="h100-sxm", model_shape="llama-3.1-8b"
-        )
-        fleet.set_up(fleet.add(spec), True)
-    ejector = Ejector(fleet, BreakerSettings(), call_later)
-    schedule = BlockSchedule()
-    router = Router(
-        fleet,
-        LoadLedger(),
-        ejector,
-        PrefixIndex(schedule),
-        TokensPerByte(),
-        Predictor(),
-        make_policy(whole, 0, {}),
-        schedule,
-    )
+    fleet = fleet_of(["h100-sxm"] * len(roles), [names[letter] for letter in roles])
+    router = router_over(fleet, make_policy(whole, 0, {}), BlockSchedule())
     defaults = {"link_bytes_per_s": LINKS["400g"], "answer_whole": False}
     router.hand_offs.use(HandOffRules(HandOffSettings(**(defaults | settings))))
     return router

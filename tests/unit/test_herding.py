@@ -6,19 +6,13 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.routers import h100s, router_over
 
 from gateway.app import seed_of
 from gateway.config import Routing
-from gateway.estimator.predictor import Predictor
-from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import BlockSchedule, PromptKey
 from gateway.prompt.body import RequestBody
-from gateway.prompt.tokens import TokensPerByte
-from gateway.replicas.breaker import BreakerSettings
-from gateway.replicas.ejection import Ejector
-from gateway.replicas.load import Load, LoadLedger
-from gateway.replicas.registry import Fleet
-from gateway.replicas.spec import ReplicaSpec
+from gateway.replicas.load import Load
 from gateway.routing.router import Router
 from policies.catalog import make_policy
 
@@ -26,34 +20,9 @@ SCHEDULE = BlockSchedule()
 BUSY = Load(8, 8, 0.0, 0.0, 30_000.0, 36_000.0, 36_000.0)
 
 
-class Timer:
-    def cancel(self) -> None: ...
-
-
 def gateway(replicas: int, seed: int, loads: dict[int, Load]) -> Router:
     """One gateway that has been told the load of others, a moment ago."""
-    fleet = Fleet()
-    for number in range(replicas):
-        spec = ReplicaSpec(
-            url=f"http://r{number}",
-            name=f"r{number}",
-            models=("m",),
-            hardware="h100-sxm",
-            model_shape="llama-3.1-8b",
-        )
-        fleet.set_up(fleet.add(spec), True)
-    ejector = Ejector(fleet, BreakerSettings(), lambda *arguments: Timer())
-    router = Router(
-        fleet,
-        LoadLedger(),
-        ejector,
-        PrefixIndex(SCHEDULE),
-        TokensPerByte(),
-        Predictor(),
-        make_policy("predicted_ttft", seed),
-        SCHEDULE,
-        seed=seed,
-    )
+    router = router_over(h100s(replicas), make_policy("predicted_ttft", seed), SCHEDULE, seed=seed)
     for slot, load in loads.items():
         router.ledger.set_others(slot, load)
     return router

@@ -4,14 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gateway.estimator.predictor import Predictor
-from gateway.prefixes.index import PrefixIndex
+from support.routers import router_over
+
 from gateway.prompt.blocks import BlockSchedule, prompt_key
 from gateway.prompt.body import RequestBody
-from gateway.prompt.tokens import TokensPerByte
-from gateway.replicas.breaker import BreakerSettings
-from gateway.replicas.ejection import Ejector
-from gateway.replicas.load import LoadLedger
 from gateway.replicas.metrics_page import ScrapedState
 from gateway.replicas.registry import Fleet, Replica
 from gateway.replicas.spec import ReplicaSpec
@@ -67,9 +63,7 @@ SCHEDULE = BlockSchedule()
 
 
 def router_of(fleet: Fleet, policy: Policy) -> Router:
-    schedule = SCHEDULE
-    ejector = Ejector(fleet, BreakerSettings(), call_later)
-    return Router(fleet, LoadLedger(), ejector, PrefixIndex(schedule), TokensPerByte(), Predictor(), policy, schedule)
+    return router_over(fleet, policy, SCHEDULE)
 
 
 def body(text: bytes) -> RequestBody:

@@ -6,28 +6,17 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.routers import h100s, router_over
 
 from gateway.estimator.fallback import NOTICED_S, RECOVERY, WINDOW, FallbackRules, PredictionFallback
-from gateway.estimator.predictor import Predictor
-from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import BlockSchedule, PromptKey
 from gateway.prompt.body import RequestBody
-from gateway.prompt.tokens import TokensPerByte
-from gateway.replicas.breaker import BreakerSettings, Outcome
-from gateway.replicas.ejection import Ejector
-from gateway.replicas.load import LoadLedger
-from gateway.replicas.registry import Fleet
-from gateway.replicas.spec import ReplicaSpec
+from gateway.replicas.breaker import Outcome
 from gateway.routing.assignment import Assignment
-from gateway.routing.router import Router
 from policies.catalog import make_policy
 
 SCHEDULE = BlockSchedule()
 FALLBACK = "fallback to load"
-
-
-class Timer:
-    def cancel(self) -> None: ...
 
 
 class Pool:
@@ -36,26 +25,7 @@ class Pool:
     def __init__(self, policy: str = "predicted_ttft", replicas: int = 4) -> None:
         self.random = Random(7)
         self.now_s = 0.0
-        fleet = Fleet()
-        for number in range(replicas):
-            spec = ReplicaSpec(
-                url=f"http://r{number}",
-                name=f"r{number}",
-                models=("m",),
-                hardware="h100-sxm",
-                model_shape="llama-3.1-8b",
-            )
-            fleet.set_up(fleet.add(spec), True)
-        self.router = Router(
-            fleet,
-            LoadLedger(),
-            Ejector(fleet, BreakerSettings(), lambda *arguments: Timer()),
-            PrefixIndex(SCHEDULE),
-            TokensPerByte(),
-            Predictor(),
-            make_policy(policy),
-            SCHEDULE,
-        )
+        self.router = router_over(h100s(replicas), make_policy(policy), SCHEDULE)
 
     def ask(self, hashes: list[int] | None = None, slowness: float = 1.0) -> Assignment:
         """Send one request, and let it take so many times as long as predicted at first hand: without calibration."""

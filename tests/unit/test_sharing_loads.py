@@ -3,24 +3,19 @@
 import heapq
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.routers import router_over
 
-from gateway.estimator.predictor import Predictor
-from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import DEFAULT_SCHEDULE, prompt_key
 from gateway.prompt.body import RequestBody
-from gateway.prompt.tokens import TokensPerByte
-from gateway.replicas.breaker import BreakerSettings, Outcome
-from gateway.replicas.ejection import Ejector
+from gateway.replicas.breaker import Outcome
 from gateway.replicas.load import NO_LOAD, Load, LoadLedger
 from gateway.replicas.registry import Fleet
 from gateway.replicas.spec import ReplicaSpec
-from gateway.routing.router import Router
 from gateway.sharing import messages
 from gateway.sharing.loads import EXPIRE_S, HEARTBEAT_S, LoadShare
 from policies.catalog import make_policy
@@ -165,28 +160,13 @@ def test_nothing_is_left_when_all_have_ended_in_any_order(events: list[tuple[int
 # -- bursts
 
 
-class Timer:
-    def cancel(self) -> None: ...
-
-
-def call_later(delay_s: float, callback: Callable[..., Any], *args: Any) -> Timer:
-    return Timer()
-
-
 class RoutingWorker(Worker):
     """A worker with a router."""
 
     def __init__(self, number: int, *urls: str) -> None:
         super().__init__(number, *urls)
-        self.router = Router(
-            self.fleet,
-            self.ledger,
-            Ejector(self.fleet, BreakerSettings(), call_later),
-            PrefixIndex(DEFAULT_SCHEDULE),
-            TokensPerByte(),
-            Predictor(),
-            make_policy("predicted_ttft", number),
-        )
+        policy = make_policy("predicted_ttft", number)
+        self.router = router_over(self.fleet, policy, DEFAULT_SCHEDULE, ledger=self.ledger)
 
 
 def spread(

@@ -8,20 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.routers import fleet_of, router_over
 
-from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import BlockSchedule, PromptKey
 from gateway.prompt.body import RequestBody
-from gateway.prompt.tokens import TokensPerByte
-from gateway.replicas.breaker import BreakerSettings, Outcome
-from gateway.replicas.ejection import Ejector
-from gateway.replicas.load import Load, LoadLedger
-from gateway.replicas.registry import Fleet
-from gateway.replicas.spec import ReplicaSpec
+from gateway.replicas.breaker import Outcome
+from gateway.replicas.load import Load
 from gateway.routing.assignment import Assignment
 from gateway.routing.query import Query
-from gateway.routing.router import Router
 from policies import predicted_ttft
 from policies.predicted_ttft import PredictedTTFT
 
@@ -29,42 +24,14 @@ SCHEDULE = BlockSchedule()
 HARDWARE = (None, "h100-sxm", "l40s", "a100-80g")
 
 
-class Timer:
-    def cancel(self) -> None: ...
-
-
-def call_later(delay_s: float, callback: Callable[..., Any], *args: Any) -> Timer:
-    return Timer()
-
-
 class Crowd:
     """A fleet under random load, with everything that can happen to it."""
 
     def __init__(self, count: int, seed: int, hardware: int, rate: float) -> None:
         self.random = Random(seed)
-        self.fleet = Fleet()
-        for number in range(count):
-            card = HARDWARE[self.random.randrange(hardware)]
-            spec = ReplicaSpec(
-                url=f"http://r{number}",
-                name=f"r{number}",
-                models=("m",),
-                hardware=card,
-                model_shape="llama-3.1-8b" if card else None,
-            )
-            self.fleet.set_up(self.fleet.add(spec), True)
+        self.fleet = fleet_of([HARDWARE[self.random.randrange(hardware)] for _ in range(count)])
         self.policy = PredictedTTFT(seed)
-        ejector = Ejector(self.fleet, BreakerSettings(), call_later)
-        self.router = Router(
-            self.fleet,
-            LoadLedger(),
-            ejector,
-            PrefixIndex(SCHEDULE, 1 << 18),
-            TokensPerByte(),
-            Predictor(),
-            self.policy,
-            SCHEDULE,
-        )
+        self.router = router_over(self.fleet, self.policy, SCHEDULE, index=PrefixIndex(SCHEDULE, 1 << 18))
         self.columns = self.router._columns
         self.columns.all_up_to = 0
         self.columns.look_at_most = 1 << 20

@@ -2,26 +2,18 @@
 
 import math
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.routers import fleet_of, router_over
 
-from gateway.estimator.predictor import Predictor
-from gateway.prefixes.index import PrefixIndex
 from gateway.prompt.blocks import BlockSchedule, prompt_key
 from gateway.prompt.body import RequestBody
-from gateway.prompt.tokens import TokensPerByte
-from gateway.replicas.breaker import BreakerSettings, Outcome
-from gateway.replicas.ejection import Ejector
+from gateway.replicas.breaker import Outcome
 from gateway.replicas.load import LoadLedger
-from gateway.replicas.registry import Fleet
-from gateway.replicas.spec import ReplicaSpec
 from gateway.routing.assignment import Assignment
 from gateway.routing.refusals import InvalidTarget, TargetsOutOfReach
-from gateway.routing.router import Router
 from gateway.routing.slo import ModelTargets, Outlook, SloRules
 from policies.catalog import POLICIES, make_policy
 
@@ -29,40 +21,13 @@ SCHEDULE = BlockSchedule()
 LONG, SHORT = 40_000, 1_000
 
 
-class Timer:
-    def cancel(self) -> None: ...
-
-
-def call_later(delay_s: float, callback: Callable[..., Any], *args: Any) -> Timer:
-    return Timer()
-
-
 class Routed:
     """A router over equal replicas, whose times are those of an 8B model on an H100 unless that is not told."""
 
     def __init__(self, replicas: int = 3, policy: str = "predicted_ttft", *, known: bool = True) -> None:
-        self.fleet = Fleet()
-        for number in range(replicas):
-            spec = ReplicaSpec(
-                url=f"http://r{number}",
-                name=f"r{number}",
-                models=("m",),
-                hardware="h100-sxm" if known else None,
-                model_shape="llama-3.1-8b" if known else None,
-            )
-            self.fleet.set_up(self.fleet.add(spec), True)
+        self.fleet = fleet_of(["h100-sxm" if known else None] * replicas)
         self.ledger = LoadLedger()
-        ejector = Ejector(self.fleet, BreakerSettings(), call_later)
-        self.router = Router(
-            self.fleet,
-            self.ledger,
-            ejector,
-            PrefixIndex(SCHEDULE),
-            TokensPerByte(),
-            Predictor(),
-            make_policy(policy, seed=1),
-            SCHEDULE,
-        )
+        self.router = router_over(self.fleet, make_policy(policy, seed=1), SCHEDULE, ledger=self.ledger)
         self._prompts = 0
 
     def refuse(self) -> None:
