@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,7 +17,7 @@ _TICK_S = 0.001
 _OPEN_LOOP_MAX_CONNECTIONS = 512
 
 
-class Load:
+class Load(ABC):
     """What all loads count.
 
     Attributes:
@@ -65,13 +66,13 @@ class Load:
         for task in self._tasks:
             task.cancel()
 
+    @abstractmethod
     async def start(self) -> None:
         """Open the first connections."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def finish(self, timeout_s: float) -> None:
         """Send nothing more, and wait for what is under way."""
-        raise NotImplementedError
 
 
 async def happens(event: asyncio.Event, timeout_s: float) -> bool:
@@ -152,9 +153,9 @@ class RequestLoad(Load):
         self.completed += 1
         self.latencies_s.append(latency_s)
 
+    @abstractmethod
     def idle(self, connection: Exchange) -> None:
         """A connection has nothing to do."""
-        raise NotImplementedError
 
     def lost(self, connection: Exchange) -> None:
         """A connection is gone."""

@@ -1,8 +1,6 @@
 """What the router gives to policies, and what it tells them about replicas that are gone."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from support.routers import router_over
 
@@ -15,14 +13,6 @@ from gateway.routing.columns import ENGINE_REFRESH_S
 from gateway.routing.router import Router
 from policies.catalog import POLICIES, make_policy
 from policies.types import Candidates, Choice, Column, Policy, Request
-
-
-class Timer:
-    def cancel(self) -> None: ...
-
-
-def call_later(delay_s: float, callback: Callable[..., Any], *args: Any) -> Timer:
-    return Timer()
 
 
 class Recording:
