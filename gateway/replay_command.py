@@ -188,7 +188,7 @@ def replay(
     from loadtests.replay.options import FleetOptions, fleet, incidents, policy, slos
     from loadtests.replay.progress import PolicyBar, progress_bars
     from loadtests.replay.replay import Replay
-    from loadtests.replay.report import policies_table, stages_table, to_json
+    from loadtests.replay.report import classes_table, policies_table, stages_table, to_json
     from loadtests.replay.settings import ReplaySettings
     from loadtests.workloads.catalog import load_named
 
@@ -262,9 +262,9 @@ def replay(
         json_path.write_bytes(to_json(results))
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(policies_table(results))
-    stages = stages_table(results)
-    if stages is not None:
-        console.print(stages)
+    for table in (classes_table(results), stages_table(results)):
+        if table is not None:
+            console.print(table)
     if timing:
         for line in times:
             console.print(line, highlight=False)

@@ -39,6 +39,17 @@ class StageFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassFigures:
+    """One class of the requests of a mixture."""
+
+    requests: int
+    errors: int
+    ttft_ms: Distribution
+    tpot_ms: Distribution
+    itl_ms: Distribution
+
+
+@dataclass(frozen=True, slots=True)
 class StageMeans:
     """Unweighted means over the measured stages, which is how llm-d's reports sum up a ladder."""
 
@@ -89,6 +100,8 @@ class Figures:
     stages: list[StageFigures]
     """Empty for loads of one stage."""
     stage_means: StageMeans | None
+    classes: dict[str, ClassFigures]
+    """By name; empty where the workload names none."""
 
     def as_json(self) -> dict[str, Any]:
         """The object of the JSON report."""
@@ -155,6 +168,7 @@ def figures(result: ReplayResult, slo: Slo | None = None) -> Figures:
         makespan_s=makespan_s,
         stages=staged,
         stage_means=_stage_means([stage for stage in staged if not stage.warm_up]),
+        classes={name: _class(name, measured, result) for name in result.load.request_classes},
     )
 
 
@@ -261,6 +275,19 @@ def _stage(result: ReplayResult, number: int) -> StageFigures:
         ),
         output_tokens_per_s=_ratio(sum(record.turn.output_tokens for record in good), duration_s),
         duration_s=duration_s,
+    )
+
+
+def _class(name: str, measured: Sequence[RequestRecord], result: ReplayResult) -> ClassFigures:
+    records = [record for record in measured if record.turn.request_class == name]
+    good = [record for record in records if record.error is None]
+    gaps = result.class_gaps.get(name)
+    return ClassFigures(
+        requests=len(records),
+        errors=len(records) - len(good),
+        ttft_ms=_ttft_ms(good),
+        tpot_ms=_tpot_ms(good),
+        itl_ms=weighted_distribution(gaps.weighted() if gaps is not None else (), 1000.0),
     )
 
 

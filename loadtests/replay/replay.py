@@ -13,8 +13,8 @@ Theory of operation
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gateway.proxy.failures import TABLE, Cause, Phase
 from gateway.replicas.breaker import Outcome
@@ -22,6 +22,7 @@ from gateway.routing.assignment import Assignment
 from gateway.routing.refusals import NoReplica, TargetsOutOfReach
 from loadtests.engine import EngineRequest, StepResult
 from loadtests.replay.arrivals import Arrivals, StageSpan
+from loadtests.replay.class_gaps import ClassGaps
 from loadtests.replay.engines import SimulatedReplica
 from loadtests.replay.events import REPORT, Events
 from loadtests.replay.kv_events import EventFeed
@@ -57,6 +58,8 @@ class ReplayResult:
     """CPU seconds of each decision, match and prediction included."""
     fallback_decisions: int = 0
     """Requests that load decided, because predictions were too wrong."""
+    class_gaps: Mapping[str, TokenGaps] = field(default_factory=dict)
+    """Of the classes that the load names."""
 
 
 class Replay:
@@ -116,6 +119,7 @@ class Replay:
         self._legs.on_failed = self._serve_whole
         self._records: list[RequestRecord] = []
         self._gaps = TokenGaps()
+        self._class_gaps = ClassGaps(len(self._replicas)) if load.request_classes else None
         self._decisions_s = array("d")
         self._requests = 0
         self.assigning: RequestRecord
@@ -146,6 +150,7 @@ class Replay:
             self._replicas,
             self._decisions_s,
             sum(decisions for _, _, decisions in self._router.fallback.pools()),
+            self._class_gaps.gaps if self._class_gaps is not None else {},
         )
 
     # -- a request
@@ -293,7 +298,10 @@ class Replay:
     def _step_ended(self, replica: SimulatedReplica, result: StepResult, began_s: float) -> None:
         now_s = self._events.now_s
         in_engines = self._in_engines
-        if not self._load.stages[self._arrivals.stage].warm_up:
+        counted = not self._load.stages[self._arrivals.stage].warm_up
+        if self._class_gaps is not None:
+            self._class_gaps.step_ended(replica.slot, result, began_s, now_s, in_engines, counted=counted)
+        if counted:
             gaps = self._gaps
             if result.decodes:
                 gaps.add(result.duration_s / result.steps, result.decodes * result.steps)
@@ -368,6 +376,8 @@ class Replay:
         for request, _ in lost:
             del self._in_engines[request]
             self._gaps.ended(request)
+            if self._class_gaps is not None:
+                self._class_gaps.ended(replica.slot, request)
         for _, record in lost:
             self._lost(record, _CUT)
         self._legs.replica_died(replica.slot)

@@ -98,3 +98,23 @@ def stages_table(all_figures: Sequence[Figures]) -> Table | None:
         cells += [_ms(means.ttft_mean_ms), _ms(means.ttft_p90_ms), f"{means.output_tokens_per_s:,.0f}"]
     table.add_row(*cells, style="bold")
     return table
+
+
+def classes_table(all_figures: Sequence[Figures]) -> Table | None:
+    """One row per policy and class of request; None where there are not several classes."""
+    if not all_figures or len(all_figures[0].classes) < 2:
+        return None
+    table = Table(title="By class of request", caption="Simulated milliseconds.", caption_justify="left")
+    for name in ("policy", "class"):
+        table.add_column(name, no_wrap=True)
+    for name in (
+        *("requests", "errors", "TTFT mean", "p50", "p90", "p99"),
+        *("TPOT mean", "p99", "ITL mean", "p50", "p90", "p99"),
+    ):
+        table.add_column(name, justify="right")
+    for figures in all_figures:
+        for name, own in figures.classes.items():
+            ttft, tpot, itl = own.ttft_ms, own.tpot_ms, own.itl_ms
+            times = (ttft.mean, ttft.p50, ttft.p90, ttft.p99, tpot.mean, tpot.p99, itl.mean, itl.p50, itl.p90, itl.p99)
+            table.add_row(figures.policy, name, f"{own.requests:,}", f"{own.errors:,}", *map(_ms, times))
+    return table

@@ -115,11 +115,16 @@ class ViralPrefix:
         viral = Prompt([Part(contents.new(), self.prefix_tokens, "system")])
         sessions = []
         for arrival_s in poisson_arrivals_s(rng, self.rate_per_s, self.requests):
-            prefix = viral
+            prefix, request_class = viral, "viral"
             if rng.random() >= self.viral_share:
-                prefix = Prompt([Part(contents.new(), self.prefix_tokens, "system")])
+                prefix, request_class = Prompt([Part(contents.new(), self.prefix_tokens, "system")]), "other"
             question = Part(contents.new(), tokens(rng, self.question_tokens, self.variation))
-            turn = Turn(prefix.extended(question), tokens(rng, self.output_tokens, self.variation), contents.new())
+            turn = Turn(
+                prefix.extended(question),
+                tokens(rng, self.output_tokens, self.variation),
+                contents.new(),
+                request_class=request_class,
+            )
             sessions.append(Session(arrival_s, (turn,)))
         return Load("viral-prefix", (Stage("all", sessions),))
 
@@ -161,20 +166,27 @@ class Bursts:
         rng = Random(seed)
         contents = Contents(seed)
         prefixes = [Prompt([Part(contents.new(), self.prefix_tokens, "system")]) for _ in range(self.groups)]
-        arrivals: list[tuple[float, int]] = []
+        arrivals: list[tuple[float, int, str]] = []
         start_s = 0.0
         while len(arrivals) < self.requests:
             quiet_s = poisson_arrivals_s(rng, self.quiet_rate_per_s, round(2 * self.quiet_rate_per_s * self.every_s))
-            arrivals += [(start_s + at_s, rng.randrange(self.groups)) for at_s in quiet_s if at_s < self.every_s]
+            arrivals += [
+                (start_s + at_s, rng.randrange(self.groups), "quiet") for at_s in quiet_s if at_s < self.every_s
+            ]
             start_s += self.every_s
             hot = rng.sample(range(self.groups), self.groups_per_burst)
-            arrivals += [(start_s + rng.random() * self.burst_s, rng.choice(hot)) for _ in range(self.burst_requests)]
+            arrivals += [
+                (start_s + rng.random() * self.burst_s, rng.choice(hot), "burst") for _ in range(self.burst_requests)
+            ]
         arrivals.sort()
         sessions = []
-        for arrival_s, group in arrivals[: self.requests]:
+        for arrival_s, group, request_class in arrivals[: self.requests]:
             question = Part(contents.new(), tokens(rng, self.question_tokens, self.variation))
             turn = Turn(
-                prefixes[group].extended(question), tokens(rng, self.output_tokens, self.variation), contents.new()
+                prefixes[group].extended(question),
+                tokens(rng, self.output_tokens, self.variation),
+                contents.new(),
+                request_class=request_class,
             )
             sessions.append(Session(arrival_s, (turn,)))
         return Load("bursts", (Stage("all", sessions),))
@@ -215,13 +227,14 @@ class MixedLengths:
         sessions = []
         for arrival_s in poisson_arrivals_s(rng, self.rate_per_s, self.requests):
             if rng.random() < self.long_share:
-                length = self.long_tokens
+                length, request_class = self.long_tokens, "long"
             else:
-                length = tokens(rng, self.prompt_tokens, self.variation, self.long_tokens)
+                length, request_class = tokens(rng, self.prompt_tokens, self.variation, self.long_tokens), "chat"
             turn = Turn(
                 system.extended(Part(contents.new(), length)),
                 tokens(rng, self.output_tokens, self.variation),
                 contents.new(),
+                request_class=request_class,
             )
             sessions.append(Session(arrival_s, (turn,)))
         return Load("mixed-lengths", (Stage("all", sessions),))

@@ -23,6 +23,8 @@ class Turn:
     """Content id of the answer, under which later prompts repeat it."""
     think_s: float = 0.0
     """Seconds from the end of the answer before to this request; of no meaning in a session's first turn."""
+    request_class: str = ""
+    """In mixtures, the part that the request belongs to, of which figures are given too; empty where all are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,12 @@ class Load:
     def requests(self) -> int:
         """Turns of all sessions."""
         return sum(len(session.turns) for stage in self.stages for session in stage.sessions)
+
+    @property
+    def request_classes(self) -> list[str]:
+        """Names of its parts, in alphabetical order; empty where all requests are alike."""
+        turns = (turn for stage in self.stages for session in stage.sessions for turn in session.turns)
+        return sorted({turn.request_class for turn in turns} - {""})
 
     def first(self, requests: int) -> "Load":
         """The load without the sessions that come after so many requests."""
