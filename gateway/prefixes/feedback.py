@@ -31,6 +31,12 @@ _GROW = 0.002
 """Share of the capacity that a kept one brings: together they let one in 25 fail."""
 _MIN_SHARE = 1.0 / 64.0
 """So little that next to nothing is promised, as is right for a replica that caches nothing."""
+_ANSWER_WEIGHT = 0.05
+"""Of one more in the share of answers found again: the last 20."""
+_ANSWERS_OFF, _ANSWERS_ON = 0.5, 0.6
+"""Below the one, answers are not counted as cached any more, above the other they are again. Clients that leave the
+reasoning out of what they repeat, or templates that write an answer differently from how the model did, never find
+theirs."""
 _EXPIRE_SEGMENTS = 64
 """Runs of blocks dropped per broken promise; a report may be wrong, and the event loop has other things to do."""
 _RECENT = 0.98
@@ -48,9 +54,13 @@ class _Slot:
         pending: first new blocks of prompts that are still to be computed.
         share: how much of its capacity the map may fill.
         kept_share: moving share of promises kept; None before the first.
+        answers_share: moving share of answers found again by prompts that continue them.
+        answers_count: they are counted as cached.
     """
 
     __slots__ = (
+        "answers_count",
+        "answers_share",
         "block_tokens",
         "broken",
         "capacity_bytes",
@@ -78,6 +88,8 @@ class _Slot:
         self.silent = 0
         self.share = 1.0
         self.kept_share: float | None = None
+        self.answers_share = 1.0
+        self.answers_count = True
         self.pending: set[int] = set()
 
 
@@ -86,12 +98,16 @@ class Promise:
 
     Attributes:
         record: the insertion into the map.
+        continued_bytes: canonical bytes to the end of the answer it continues; 0 if it continues none of the replica's.
     """
 
-    __slots__ = ("_bytes", "_feedback", "_firm", "_life", "_pending", "_slot", "record")
+    __slots__ = ("_bytes", "_feedback", "_firm", "_life", "_pending", "_slot", "continued_bytes", "record")
 
-    def __init__(self, feedback: "CacheFeedback", slot: _Slot, record: Record, prompt_bytes: int) -> None:
+    def __init__(
+        self, feedback: "CacheFeedback", slot: _Slot, record: Record, prompt_bytes: int, continued_bytes: int
+    ) -> None:
         self.record = record
+        self.continued_bytes = continued_bytes if record.continues else 0
         self._feedback = feedback
         self._slot = slot
         self._life = slot.life
@@ -125,6 +141,11 @@ class Promise:
         elif prompt_tokens is not None and self._life == self._slot.life:
             self._feedback.reported(self, prompt_tokens, cached_tokens)
 
+    def answered(self, answer: int) -> None:
+        """The prompt has been answered in full: the replica holds the answer, under this hash."""
+        if self._life == self._slot.life:
+            self._feedback.index.answered(self.record, answer)
+
     @property
     def firm(self) -> bool:
         """All that was promised had been computed before."""
@@ -153,18 +174,20 @@ class CacheFeedback:
         self._slots: list[_Slot] = []
         self._told = False
 
-    def promise(self, record: Record, prompt_bytes: int) -> Promise:
+    def promise(self, record: Record, prompt_bytes: int, continued_bytes: int = 0) -> Promise:
         """Remember what the map has just promised.
 
         Args:
             record: the insertion that goes with it.
             prompt_bytes: canonical bytes of the prompt; 0 if positions in them say nothing about tokens.
+            continued_bytes: canonical bytes to the end of the answer it continues; 0 if it continues none.
         """
-        return Promise(self, self._slot(record.slot), record, prompt_bytes)
+        return Promise(self, self._slot(record.slot), record, prompt_bytes, continued_bytes)
 
     def forget(self, slot: int) -> None:
         """The replica's cache is empty now, or the replica has left; promises made before are not judged."""
         self._slot(slot).clear()
+        self.index.count_answers(slot, True)
 
     def set_capacity(self, slot: int, capacity_bytes: int, block_tokens: int | None = None) -> None:
         """Say what the replica's KV memory can hold at most.
@@ -202,6 +225,8 @@ class CacheFeedback:
         if cached_tokens >= least:
             state.kept += 1
             change = _GROW
+            if promise.continued_bytes:
+                self._judge_answer(slot, state, promise, prompt_tokens, cached_tokens, promised)
         else:
             state.broken += 1
             self.index.expire(slot, promise.record.used_before, _EXPIRE_SEGMENTS)
@@ -212,6 +237,20 @@ class CacheFeedback:
         if share != state.share:
             state.share = share
             self._apply(slot, state)
+
+    def _judge_answer(
+        self, slot: int, state: _Slot, promise: Promise, prompt_tokens: int, cached_tokens: int, without_tokens: float
+    ) -> None:
+        """Judge whether an answer was found again, where the prompt before it was."""
+        answer_tokens = promise.continued_bytes * prompt_tokens / promise.prompt_bytes - without_tokens
+        if answer_tokens < 4 * state.block_tokens:
+            return
+        found = cached_tokens - without_tokens > 0.5 * answer_tokens
+        state.answers_share += _ANSWER_WEIGHT * (found - state.answers_share)
+        count = state.answers_share > (_ANSWERS_OFF if state.answers_count else _ANSWERS_ON)
+        if count is not state.answers_count:
+            state.answers_count = count
+            self.index.count_answers(slot, count)
 
     # -- for reports
 

@@ -16,6 +16,10 @@ Rules that everything here keeps:
   use, cannot be evicted, and counts once however many hold it. Letting go counts as use, for the engine too queues
   blocks for eviction when they are freed.
 
+- An engine has its answers in its cache, too, and a conversation's next prompt repeats the last one. `answered` puts
+  behind an answered prompt one block that stands for its end and the answer. Whoever continues the answer knows that
+  block's hash (`PromptKey.continued_hash`), asks `holds`, and replaces it by the blocks of the longer prompt.
+
 There is no map from hash to replicas over all blocks: `_roots` knows who holds a prompt's first block, and only
 those are asked. Forgetting a replica drops its tree; what it leaves in `_roots` is ignored from then on, and
 removed in slices.
@@ -73,7 +77,7 @@ class _Segment:
 class _Replica:
     """What one replica is believed to hold."""
 
-    __slots__ = ("blocks", "capacity_bytes", "held_bytes", "last_number", "segments")
+    __slots__ = ("answers_count", "blocks", "capacity_bytes", "held_bytes", "last_number", "segments")
 
     def __init__(self, capacity_bytes: int) -> None:
         self.blocks: dict[int, int] = {}
@@ -81,12 +85,13 @@ class _Replica:
         self.last_number = 0
         self.held_bytes = 0
         self.capacity_bytes = capacity_bytes
+        self.answers_count = True
 
 
 class Record:
     """One insertion, to be undone if the request never reaches prefill."""
 
-    __slots__ = ("_held_by", "_leaf", "_used", "hashes", "matched_blocks", "slot", "used_before")
+    __slots__ = ("_held_by", "_leaf", "_used", "continues", "hashes", "matched_blocks", "slot", "used_before")
 
     def __init__(self, slot: int, hashes: list[int], matched_blocks: int, used: int) -> None:
         self.slot = slot
@@ -95,6 +100,8 @@ class Record:
         """Blocks the replica was believed to hold before."""
         self.used_before = 0
         """By which insertion the last of those had been used last; counts up over all slots."""
+        self.continues = False
+        """The replica was believed to have given the answer that this prompt continues."""
         self._used = used
         self._held_by: _Replica | None = None
         self._leaf = 0  # the last segment it holds
@@ -161,12 +168,31 @@ class PrefixIndex:
                 matches.append((slot, depth))
         return matches
 
-    def insert(self, slot: int, hashes: list[int]) -> Record:
+    def holds(self, slot: int, answer: int) -> bool:
+        """Whether the replica is believed to hold an answer: the hash given to `answered`."""
+        replica = self._replicas[slot]
+        return replica.answers_count and answer in replica.blocks
+
+    def count_answers(self, slot: int, count: bool) -> None:
+        """Say whether prompts that continue the replica's answers find these in its cache; they do until told."""
+        self._replica(slot).answers_count = count
+
+    def answered(self, record: Record, answer: int) -> None:
+        """Believe that the replica holds the answer to the prompt of an insertion, too.
+
+        Args:
+            record: the insertion.
+            answer: a hash for the prompt's unfinished block and the answer.
+        """
+        self.insert(record.slot, [*record.hashes, answer])
+
+    def insert(self, slot: int, hashes: list[int], continued: int = 0) -> Record:
         """Believe from now on that the replica holds this prompt, and that it was just used.
 
         Args:
             slot: replica slot; new slots are made as needed.
             hashes: the block hashes of the prompt.
+            continued: hash of the answer that the prompt continues; 0 if it continues none.
 
         Returns:
             The record to `undo`, if the replica turns out not to have computed the prompt.
@@ -175,8 +201,12 @@ class PrefixIndex:
             self.sweep(_SWEEP_PER_INSERT)
         replica = self._replica(slot)
         self._clock = used = self._clock + 1
+        continues = continued != 0 and continued in replica.blocks
+        if continues:
+            self._replace(slot, replica, continued)
         matched = _depth(replica.blocks, hashes)
         record = Record(slot, hashes, matched, used)
+        record.continues = continues
         segment = None
         if matched:
             segment = _segment_at(replica, hashes[matched - 1], matched - 1)
@@ -187,6 +217,12 @@ class PrefixIndex:
                 segment = _split(replica, segment, matched)
         self._enter(slot, replica, segment, matched, hashes[matched:] if matched else hashes)
         return record
+
+    def _replace(self, slot: int, replica: _Replica, answer: int) -> None:
+        """Drop the block of an answer: the prompt that continues it has real ones for the same bytes."""
+        segment = replica.segments[replica.blocks[answer]]
+        if segment.children is None and segment.hashes[-1] == answer:
+            self._cut(slot, replica, segment, segment.start + len(segment.hashes) - 1)
 
     def hold(self, record: Record) -> bool:
         """The request of an insertion is in flight: what it uses cannot be evicted until `release`.
@@ -470,6 +506,9 @@ def _depth(blocks: dict[int, int], hashes: list[int]) -> int:
         return 0
     if hashes[-1] in blocks:
         return len(hashes)
+    # An answer is put behind a prompt that is there.
+    if len(hashes) > 1 and hashes[-2] in blocks:
+        return len(hashes) - 1
     return len(hashes) - bisect_left(hashes[::-1], True, key=blocks.__contains__)
 
 

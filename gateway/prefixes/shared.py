@@ -128,9 +128,9 @@ class SharedIndex(PrefixIndex):
 
     # -- changes made here
 
-    def insert(self, slot: int, hashes: list[int]) -> Record:
+    def insert(self, slot: int, hashes: list[int], continued: int = 0) -> Record:
         """Insert, and tell what of it others may not know."""
-        record = super().insert(slot, hashes)
+        record = super().insert(slot, hashes, continued)
         if self.journal is None or not hashes:
             return record
         replica = self._replicas[slot]

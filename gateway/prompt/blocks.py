@@ -103,6 +103,14 @@ class PromptKey:
     """Hash of the first block, or of the whole prompt when it is shorter than one."""
     computed_anew: bool = False
     """The engine computes all of it whatever it has cached, because the answer needs every token's logits."""
+    end_hash: int = 0
+    """Names the whole prompt, its unfinished last block included; 0 where nothing could continue its answer."""
+    continued_hash: int = 0
+    """The `end_hash` of the prompt whose answer this one continues; 0 if it continues none."""
+    continued_blocks: int = 0
+    """Full blocks of that prompt."""
+    continued_bytes: int = 0
+    """Canonical bytes of that prompt and its answer: what an engine that gave the answer has cached."""
 
 
 def prompt_key(
@@ -111,8 +119,29 @@ def prompt_key(
     exact_tokens: int | None = None,
     media: int = 0,
     schedule: BlockSchedule = DEFAULT_SCHEDULE,
+    answer: tuple[int, int] | None = None,
 ) -> PromptKey:
-    """Key of the canonical prompt `data`; `seed` as for `BlockSchedule.hashes`."""
+    """Key of a canonical prompt.
+
+    Args:
+        data: the prompt.
+        seed: as for `BlockSchedule.hashes`.
+        exact_tokens: its tokens if it was given as token ids.
+        media: its images, videos, sounds and files.
+        schedule: where it is cut into blocks.
+        answer: where in `data` the last answer stands that something follows, `(0, 0)` if there is none; None for
+            prompts that are no conversation.
+    """
     hashes = schedule.hashes(data, seed)
-    head = hashes[0] if hashes else xxh3_64_intdigest(data, seed) & HASH_MASK
-    return PromptKey(hashes, len(data), exact_tokens, media, head)
+    if not hashes:
+        return PromptKey(hashes, len(data), exact_tokens, media, xxh3_64_intdigest(data, seed) & HASH_MASK)
+    key = PromptKey(hashes, len(data), exact_tokens, media, hashes[0])
+    if answer is not None:
+        offsets, blocks = schedule.offsets, len(hashes)
+        key.end_hash = xxh3_64_intdigest(data[offsets[blocks] :], hashes[-1]) & HASH_MASK
+        begin, end = answer
+        if begin >= offsets[1]:
+            blocks = bisect_right(offsets, begin) - 1
+            key.continued_hash = xxh3_64_intdigest(data[offsets[blocks] : begin], hashes[blocks - 1]) & HASH_MASK
+            key.continued_blocks, key.continued_bytes = blocks, end
+    return key

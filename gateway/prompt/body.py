@@ -104,8 +104,8 @@ def parse_body(
         name = model or ""
         if served_names:
             name = served_names.get(name, name)
-        data, exact_tokens, media = canonical
-        prompt = prompt_key(data, pool_seed(name, salt), exact_tokens, media, schedule)
+        data, exact_tokens, media, answer = canonical
+        prompt = prompt_key(data, pool_seed(name, salt), exact_tokens, media, schedule, answer)
         # vLLM, `SamplingParams.skip_reading_prefix_cache`: with logprobs of the prompt the cache is not read. `echo`
         # asks for them when there are logprobs at all.
         if get("prompt_logprobs") is not None or (

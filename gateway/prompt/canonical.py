@@ -39,8 +39,11 @@ from gateway.prompt.messages import (
     write_other,
 )
 
-Canonical = tuple[bytes, int | None, int]
-"""Canonical bytes; number of tokens when the prompt is token ids, else None; number of media parts."""
+Canonical = tuple[bytes, int | None, int, tuple[int, int] | None]
+"""Canonical bytes; number of tokens when the prompt is token ids, else None; number of media parts; where in the bytes
+the last answer of the model stands that something follows, `(0, 0)` if there is none, None if there are no turns.
+
+The bytes before that answer are those of the request that it answered."""
 
 _HEAD = b"\xffh"  # followed by the name of a request field
 _HEAD_VALUE = b"\xffv"
@@ -67,6 +70,8 @@ _HEAD_FIELD_SET = frozenset(_HEAD_FIELDS)
 # Claude Code sends a line with a per-request hash as first block of `system`. vLLM drops it before rendering
 # (vllm-project/vllm#36829); so must we, or no two requests of a session would share a block.
 _BILLING_HEADER = "x-anthropic-billing-header"
+
+_ASSISTANT = MESSAGE + b"assistant"
 
 _SEPARATOR_ID = 0xFFFFFFFF  # between lists of token ids; not an id itself
 _SEPARATOR = b"\xff\xff\xff\xff"
@@ -123,8 +128,16 @@ def _write_head(document: Document, append: Append) -> None:
 def _chat(document: Document) -> Canonical:
     parts: list[bytes] = []
     _write_head(document, parts.append)
-    media = write_messages(document.get("messages"), parts)
-    return b"".join(parts), None, media
+    return _conversation(parts, *write_messages(document.get("messages"), parts))
+
+
+def _conversation(parts: list[bytes], media: int, begin: int, end: int) -> Canonical:
+    """Join the parts of a conversation; the last answer is in those from `begin` to `end`."""
+    data = b"".join(parts)
+    if not end:
+        return data, None, media, (0, 0)
+    after = len(data) - sum(map(len, parts[end:]))
+    return data, None, media, (after - sum(map(len, parts[begin:end])), after)
 
 
 def _anthropic(document: Document) -> Canonical:
@@ -140,8 +153,7 @@ def _anthropic(document: Document) -> Canonical:
         # vLLM joins the blocks without a separator.
         append(TEXT_HEADS["system"])
         append(b"".join(_system_blocks(system)))
-    media = write_messages(document.get("messages"), parts)
-    return b"".join(parts), None, media
+    return _conversation(parts, *write_messages(document.get("messages"), parts))
 
 
 def _system_blocks(system: object) -> list[bytes]:
@@ -169,14 +181,21 @@ def _responses(document: Document) -> Canonical:
         append(TEXT_HEADS["system"])
         append(utf8(instructions))
     items = get("input")
-    media = 0
+    media = begin = end = 0
+    begun = -1
     if type(items) is str:
         append(TEXT_HEADS["user"])
         append(items.encode())
     else:
         for item in _filled_list(items):
+            first = len(parts)
             media += _write_item(item, append)
-    return b"".join(parts), None, media
+            if parts[first].startswith(_ASSISTANT):
+                if begun < 0:
+                    begun = first
+            elif begun >= 0:
+                begin, end, begun = begun, first, -1
+    return _conversation(parts, media, begin, end)
 
 
 def _write_item(item: object, append: Append) -> int:
@@ -226,7 +245,7 @@ def _completion(document: Document) -> Canonical:
             append(_TOKENS)
             append(_SEPARATOR.join(packed))
             tokens = sum(map(len, packed)) // 4
-    return b"".join(parts), tokens, 0
+    return b"".join(parts), tokens, 0, None
 
 
 def _generate(document: Document) -> Canonical:
@@ -241,7 +260,7 @@ def _generate(document: Document) -> Canonical:
     packed = _token_bytes(document.get("token_ids"))
     parts.append(_TOKENS)
     parts.append(packed)
-    return b"".join(parts), len(packed) // 4, 0
+    return b"".join(parts), len(packed) // 4, 0, None
 
 
 def _token_bytes(ids: object) -> bytes:

@@ -44,7 +44,7 @@ def utf8(value: object) -> bytes:
     return value.encode()
 
 
-def write_messages(messages: object, parts: list[bytes]) -> int:
+def write_messages(messages: object, parts: list[bytes]) -> tuple[int, int, int]:
     """Write messages in order.
 
     Args:
@@ -52,7 +52,8 @@ def write_messages(messages: object, parts: list[bytes]) -> int:
         parts: receives the bytes.
 
     Returns:
-        Number of media parts.
+        Number of media parts; and where in `parts` the last answer begins and ends that something follows, 0 and 0 if
+        there is none.
 
     Raises:
         NoFormError: if anything is not as the API has it.
@@ -60,7 +61,8 @@ def write_messages(messages: object, parts: list[bytes]) -> int:
     if type(messages) is not list or not messages:
         raise NoFormError
     append = parts.append
-    media = 0
+    media = begin = end = 0
+    begun = -1
     for message in messages:
         if type(message) is not dict:
             raise NoFormError
@@ -68,13 +70,18 @@ def write_messages(messages: object, parts: list[bytes]) -> int:
         content = message.get("content")
         if type(role) is not str:
             raise NoFormError
+        if role == "assistant":
+            if begun < 0:
+                begun = len(parts)
+        elif begun >= 0:
+            begin, end, begun = begun, len(parts), -1
         if len(message) == 2 and type(content) is str:
             append(TEXT_HEADS.get(role) or MESSAGE + role.encode() + TEXT)
             append(content.encode())
         else:
             append(MESSAGE + role.encode())
             media += _write_fields(message, content, append)
-    return media
+    return media, begin, end
 
 
 def write_content(content: object, append: Append) -> int:

@@ -204,6 +204,9 @@ class Assignment:
             # Where answers have grown into the cache, what is missing says nothing of how much a replica can hold.
             told = prompt_tokens if self.hand_off is None and not self._crowded else None
             self._promise.ended(told, cached_tokens, kept=keep_prefix)
+            key = self._query.key
+            if key is not None and key.end_hash and keep_prefix and outcome is AttemptOutcome.OK:
+                self._promise.answered(key.end_hash)
         parts.learn(self._query, prompt_tokens, completion_tokens)
         if self.predicted_tpot_s is not None:
             self._learn_tpot(now_s, outcome, completion_tokens)

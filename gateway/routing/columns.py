@@ -6,6 +6,7 @@ ones are scratch space, valid only while a policy chooses. Scraped ones are copi
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex
@@ -14,6 +15,7 @@ from gateway.prompt.token_chain import TokenPrompt
 from gateway.replicas.kv_memory import KvMemory
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Fleet
+from gateway.routing.decision import Copy
 from gateway.routing.exact_match import Match, TokenMatch
 from gateway.routing.shortlist import LoadOrder, Walk
 from policies.types import BoundedBelow, Candidates, Column, Policy
@@ -39,6 +41,9 @@ _MOST_MATCHED = 32
 """Holders of the longest prefixes that are looked at in any case."""
 
 _ENGINES_AT_ONCE = 64
+
+_COPIED_AT_MOST = 64
+"""Candidates of a large fleet whose columns are copied."""
 
 _ENGINE_COLUMNS = frozenset({Column.ENGINE_WAITING, Column.ENGINE_RUNNING, Column.ENGINE_KV_USAGE})
 _PREDICTED_COLUMNS = frozenset(
@@ -111,6 +116,7 @@ class Columns:
         self._bounded: BoundedBelow | None = None
         self._walk: Walk | None = None
         self._look = 0
+        self._looked_at: list[int] = []
         self._among: tuple[Sequence[int], frozenset[int]] = ((), frozenset())
         self._prompt_tokens = self._now_s = 0.0
         self.candidates = Candidates(
@@ -247,6 +253,7 @@ class Columns:
         first = self._walk.further(inf, _FIRST_LOOK)
         first.extend(matched)
         first.sort()
+        self._looked_at = list(first)
         return first
 
     def _more(self, below_s: float) -> Sequence[int]:
@@ -259,6 +266,7 @@ class Columns:
         slots = walk.further(below_s, self._look)
         if slots:
             slots.sort()
+            self._looked_at.extend(slots)
             self._ledger.fill_prefill_ahead_s(slots, self._now_s, self._ahead_s)
             self._predict(slots, self._prompt_tokens, self._now_s)
         return slots
@@ -275,6 +283,46 @@ class Columns:
         if not self._predicted or not set(slots).issubset(self.candidates.slots):
             self._ledger.fill_prefill_ahead_s(slots, now_s, self._ahead_s)
             self._predict(slots, prompt_tokens, now_s)
+
+    @property
+    def predicted(self) -> bool:
+        """The candidates' predictions are of this request."""
+        return self._predicted
+
+    def copied(self, chosen: int) -> Copy:
+        """Copy what a decision was made from, before it is charged.
+
+        Args:
+            chosen: the slot that was chosen; of a large fleet, it is among those whose columns are copied.
+        """
+        ledger, memory, none = self._ledger, self._memory, ()
+        predicted = self._predicted
+        columns: tuple[Sequence[Any], ...] = (
+            ledger.in_flight,
+            ledger.decodes,
+            ledger.prefill_tokens,
+            ledger.kv_tokens,
+            memory.capacity_tokens,
+            memory.room_tokens,
+            self._cache_full,
+            self.matched_tokens if self._matched or self._matched_by_tokens else none,
+            self.memory_wait_s if self._waits else none,
+            self._ahead_s if self._reads_ahead else none,
+            self.own_prefill_s if predicted else none,
+            self.predicted_ttft_s if predicted else none,
+            self._delay_s if predicted else none,
+            self._batch_cost_s if predicted else none,
+            self._step_s if predicted else none,
+            self._kv_usage if self._reads_engine else none,
+            self._waiting if self._reads_scraped else none,
+            self._running if self._reads_scraped else none,
+        )
+        if len(self._names) <= self.all_up_to:
+            return Copy(None, tuple([tuple(column) for column in columns]))
+        slots = self._looked_at if self._walk is not None else self.candidates.slots
+        if len(slots) > _COPIED_AT_MOST:
+            slots = [*slots[: _COPIED_AT_MOST - 1], chosen]
+        return Copy(slots, tuple([tuple([column[slot] for slot in slots]) if column else () for column in columns]))
 
     def clear(self) -> None:
         """Forget the matches of the last request."""
@@ -312,6 +360,17 @@ class Columns:
                 if blocks != before:
                     before, held = blocks, min(int(offsets[blocks] * per_byte), most)
                 tokens[slot] = float(held - held % sizes[slot])
+            if key.continued_hash:
+                self._match_answer(key, per_byte, most)
+
+    def _match_answer(self, key: PromptKey, per_byte: float, most: int) -> None:
+        """Who has given the answer that the prompt continues holds it, too."""
+        blocks, answer, holds = key.continued_blocks, key.continued_hash, self._index.holds
+        held = min(int(key.continued_bytes * per_byte), most)
+        tokens, sizes = self.matched_tokens, self.block_tokens
+        for slot, depth in self._matched:
+            if depth >= blocks and holds(slot, answer):
+                tokens[slot] = max(tokens[slot], float(held - held % sizes[slot]))
 
     def _predict(self, slots: Sequence[int], prompt_tokens: float, now_s: float) -> None:
         ledger = self._ledger

@@ -382,10 +382,10 @@ class Router:
 
     def _promise(self, slot: int, key: PromptKey) -> Promise:
         """Enter a prompt into the map; the engine will tell whether what it promised was there."""
-        record = self.index.insert(slot, key.hashes)
+        record = self.index.insert(slot, key.hashes, key.continued_hash)
         # A medium is 16 bytes here and any number of tokens there; positions cannot be converted.
         judged = not key.media and not key.computed_anew
-        return self.feedback.promise(record, key.canonical_bytes if judged else 0)
+        return self.feedback.promise(record, key.canonical_bytes if judged else 0, key.continued_bytes)
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """Take in what the engine reported of a request.

@@ -25,6 +25,8 @@ from loadtests.workloads.prompt import Prompt
 from policies.types import Policy
 
 MODEL = "replayed"
+_ANSWERED = 1 << 59
+"""Tells the end of a prompt from a block that happens to end there."""
 BYTES_PER_TOKEN = 4
 """Canonical bytes that stand for one token: the map's blocks are laid over prompts as they are over live ones."""
 
@@ -44,17 +46,33 @@ class TunedPredictor(Predictor):
 
 
 class PromptKeys:
-    """Keys of prompts, cut where the live gateway cuts them."""
+    """Keys of prompts, cut where the live gateway cuts them.
 
-    def __init__(self, schedule: BlockSchedule) -> None:
+    Args:
+        schedule: where that is.
+        answers: they name the answer that a prompt continues. Where events tell of the blocks of answers these are in
+            the map already.
+    """
+
+    def __init__(self, schedule: BlockSchedule, *, answers: bool = True) -> None:
         self._schedule = schedule
+        self._answers = answers
         self._positions: list[int] = []
 
     def key(self, prompt: Prompt) -> PromptKey:
         """The key of a prompt, as of a body of token ids: its length is known."""
-        hashes = prompt.names_at(self._reaching(prompt.tokens))
+        positions = self._reaching(prompt.tokens)
+        hashes = prompt.names_at(positions)
         length = prompt.tokens * BYTES_PER_TOKEN
-        return PromptKey(hashes, length, prompt.tokens, 0, hashes[0] if hashes else prompt.name)
+        key = PromptKey(hashes, length, prompt.tokens, 0, hashes[0] if hashes else prompt.name)
+        if hashes and self._answers:
+            key.end_hash = prompt.name ^ _ANSWERED
+            begin, end = prompt.last_answer
+            if begin >= positions[0]:
+                key.continued_hash = prompt.names_at((begin,))[0] ^ _ANSWERED
+                key.continued_blocks = bisect_right(positions, begin)
+                key.continued_bytes = end * BYTES_PER_TOKEN
+        return key
 
     def positions(self, tokens: int) -> list[int]:
         """Where blocks end in a prompt of so many tokens, in tokens from its start."""
@@ -117,7 +135,8 @@ def wire(settings: ReplaySettings, policy: Policy, events: Events) -> GatewayPar
         fleet.set_up(replica, True)
     retries = settings.retries
     retry_budget = RetryBudget(retries.budget_share, retries.budget_min_per_s, lambda: events.now_s)
-    return GatewayParts(fleet, ejector, router, retry_budget, PromptKeys(schedule))
+    keys = PromptKeys(schedule, answers=not settings.kv_events)
+    return GatewayParts(fleet, ejector, router, retry_budget, keys)
 
 
 def body_of(key: PromptKey, user: str | None, max_tokens: int | None) -> RequestBody:

@@ -65,6 +65,20 @@ class Prompt:
         """The name of the whole prompt."""
         return self._bases[-1] + self.tokens - self._starts[-1] if self._bases else 0
 
+    @property
+    def last_answer(self) -> tuple[int, int]:
+        """Where the last answer of the model stands that something follows, in tokens; 0 and 0 if there is none."""
+        begin = end = 0
+        following = 0
+        for part, start in zip(reversed(self.parts), reversed(self._starts), strict=True):
+            if part.role != "assistant":
+                if end:
+                    break
+                following = start
+            elif following:
+                begin, end = start, following
+        return begin, end
+
     def names_every(self, block_tokens: int) -> list[int]:
         """Names of the prefixes of `block_tokens`, 2 x `block_tokens`, ... tokens: an engine's block hashes."""
         names: list[int] = []

@@ -63,6 +63,45 @@ def test_a_promise_that_holds() -> None:
     assert it.share == 1.0
 
 
+def test_answers_that_are_not_found_again_count_no_more() -> None:
+    """Reasoning left out of what clients repeat; 4 blocks of prompt, then an answer of 4 blocks."""
+    it = Map()
+
+    def turn(name: int, found_blocks: int) -> None:
+        prompt = chain(name, 4)
+        asked = it.ask(prompt)
+        it.answer(asked, 0)
+        asked.answered(prompt[-1] + 500)
+        longer = it.index.insert(0, [*prompt, *chain(name + 1000, 5)], prompt[-1] + 500)
+        it.answer(it.feedback.promise(longer, 9 * BLOCK_BYTES, 8 * BLOCK_BYTES), found_blocks * TOKENS)
+
+    def counts() -> bool:
+        prompt = chain(99, 4)
+        it.ask(prompt).answered(7)
+        return it.index.holds(0, 7)
+
+    for name in range(1, 10):
+        turn(name, 8)
+    assert counts()
+    for name in range(10, 30):
+        turn(name, 4)
+    assert not counts()
+    # What the prompt itself promised was kept all the while.
+    assert it.promises[:2] == (29, 0)
+    for name in range(30, 50):
+        turn(name, 8)
+    assert counts()
+
+
+def test_a_new_process_has_given_no_answer() -> None:
+    it = Map()
+    before = it.ask(chain(1, 4))
+    it.feedback.forget(0)
+    it.index.forget(0)
+    before.answered(7)
+    assert not it.index.holds(0, 7)
+
+
 @pytest.mark.parametrize("block_tokens", [16, 32, 128])
 def test_rounding_to_the_engines_blocks_breaks_no_promise(block_tokens: int) -> None:
     it = Map()

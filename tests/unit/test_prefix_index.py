@@ -261,6 +261,74 @@ def test_real_prompts() -> None:
     assert index.held_bytes(2) == cuts.covered_bytes(len(conversation[1]))
 
 
+def test_an_answer_is_held_until_it_is_continued() -> None:
+    index = PrefixIndex(tens(), UNBOUNDED)
+    record = index.insert(0, [1, 2])
+    assert not index.holds(0, 77)
+    index.answered(record, 77)
+    assert index.holds(0, 77)
+    assert (index.blocks(0), index.held_bytes(0)) == (3, 30)
+    # Another replica has not given the answer, and another prompt does not continue it.
+    assert not index.insert(1, [1, 2, 3], 77).continues
+    assert not index.insert(0, [1, 2, 8], 78).continues
+    assert index.holds(0, 77)
+    following = index.insert(0, [1, 2, 3, 4], 77)
+    assert (following.continues, following.matched_blocks) == (True, 2)
+    assert not index.holds(0, 77)
+    assert matches(index, [1, 2, 3, 4]) == {0: 4, 1: 3}
+
+
+def test_a_conversation_stays_one_run_of_blocks() -> None:
+    index = PrefixIndex(tens(), UNBOUNDED)
+    hashes: list[int] = []
+    answer = 0
+    for turn in range(10):
+        hashes = [*hashes, 100 + 2 * turn, 101 + 2 * turn]
+        record = index.insert(0, hashes, answer)
+        assert record.continues == (turn > 0)
+        answer = 1000 + turn
+        index.answered(record, answer)
+    assert len(index._replicas[0].segments) == 1
+    assert index.blocks(0) == 21
+
+
+def test_an_answer_is_the_first_to_be_evicted_of_its_conversation() -> None:
+    index = PrefixIndex(tens(), 40)
+    index.answered(index.insert(0, [1, 2]), 77)
+    index.insert(0, [8, 9])
+    assert not index.holds(0, 77)
+    assert matches(index, [1, 2]) == {0: 2}
+
+
+def test_answers_of_prompts_in_flight_are_in_use() -> None:
+    index = PrefixIndex(tens(), UNBOUNDED)
+    first, second = index.insert(0, [1, 2]), index.insert(0, [1, 2])
+    index.hold(first)
+    index.hold(second)
+    index.answered(first, 77)
+    index.release(first)
+    assert index.in_use_bytes[0] == 30
+    # Its block goes, and the prompt's own goes where it was.
+    third = index.insert(0, [1, 2, 3, 4], 77)
+    assert index.in_use_bytes[0] == 40
+    index.hold(third)
+    for record in (second, third):
+        index.release(record)
+    assert index.in_use_bytes[0] == 0
+
+
+def test_answers_may_not_count() -> None:
+    index = PrefixIndex(tens(), UNBOUNDED)
+    index.answered(index.insert(0, [1, 2]), 77)
+    index.count_answers(0, False)
+    assert not index.holds(0, 77)
+    # What they would have been worth can be judged all the same.
+    assert index.insert(0, [1, 2, 3], 77).continues
+    index.answered(index.insert(0, [1, 2]), 77)
+    index.count_answers(0, True)
+    assert index.holds(0, 77)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 4), max_size=5)), min_size=2, max_size=20))
 def test_forged_collisions_break_nothing(prompts: list[tuple[int, list[int]]]) -> None:
@@ -269,8 +337,11 @@ def test_forged_collisions_break_nothing(prompts: list[tuple[int, list[int]]]) -
     records = []
     for slot, hashes in prompts:
         index.match(hashes)
-        records.append(index.insert(slot, hashes))
+        records.append(index.insert(slot, hashes, len(hashes)))
         assert index.held_bytes(slot) <= 8
+        if len(hashes) % 2:
+            index.answered(records[-1], hashes[0] + 1)
+            assert index.held_bytes(slot) <= 8
         index.truncate(slot, hashes[::-1], 1)
     for record in records:
         index.undo(record)
@@ -280,6 +351,8 @@ def test_forged_collisions_break_nothing(prompts: list[tuple[int, list[int]]]) -
 
 
 Prompt = tuple[int, ...]
+ANSWER = 2
+"""Stands for an answer behind a prompt."""
 
 
 class Model:
@@ -319,7 +392,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def hashes(self, prompt: Prompt) -> list[int]:
         self.asked.add(prompt)
-        return [self.names.setdefault(prompt[:n], len(self.names)) for n in range(1, len(prompt) + 1)]
+        return [self.names.setdefault(prompt[:n], len(self.names) + 1) for n in range(1, len(prompt) + 1)]
 
     @rule(slot=slots, prompt=prompts)
     def insert(self, slot: int, prompt: Prompt) -> None:
@@ -328,6 +401,32 @@ class IndexMachine(RuleBasedStateMachine):
         matched = model.held(prompt)
         record = self.index.insert(slot, self.hashes(prompt))
         assert record.matched_blocks == matched
+        self.records.append((record, model, prompt, matched, self.clock))
+        for n in range(1, len(prompt) + 1):
+            model.used[prompt[:n]] = self.clock
+        model.evict(self.cuts)
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data())
+    def answered(self, data: st.DataObject) -> None:
+        record, _, prompt, _, _ = data.draw(st.sampled_from(self.records))
+        block = (*prompt, ANSWER)
+        self.clock += 1
+        self.index.answered(record, self.hashes(block)[-1])
+        model = self.models[record.slot]
+        for n in range(1, len(block) + 1):
+            model.used[block[:n]] = self.clock
+        model.evict(self.cuts)
+
+    @rule(slot=slots, prompt=prompts, data=st.data())
+    def continued(self, slot: int, prompt: Prompt, data: st.DataObject) -> None:
+        answer = (*prompt[: data.draw(st.integers(0, len(prompt)))], ANSWER)
+        model = self.models[slot]
+        self.clock += 1
+        known = model.used.pop(answer, None) is not None
+        matched = model.held(prompt)
+        record = self.index.insert(slot, self.hashes(prompt), self.hashes(answer)[-1])
+        assert (record.continues, record.matched_blocks) == (known, matched)
         self.records.append((record, model, prompt, matched, self.clock))
         for n in range(1, len(prompt) + 1):
             model.used[prompt[:n]] = self.clock

@@ -1,5 +1,6 @@
 import json
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,6 +50,73 @@ def assert_shared(first: PromptKey, second: PromptKey, at_least: int, at_most: i
     assert not set(first.hashes[same:]) & set(second.hashes[same:])
     assert SMALL.covered_bytes(same) <= at_most
     assert SMALL.covered_bytes(same + 1) > at_least
+
+
+def assert_continues(turns: Sequence[Json], bodies: Callable[[list[Json]], Json], path: str) -> None:
+    """The prompt with all turns continues the answer to the prompt with the first two less."""
+    before, after = key(bodies(list(turns[:-2])), path), key(bodies(list(turns)), path)
+    assert before.end_hash
+    assert after.continued_hash == before.end_hash
+    assert after.continued_blocks == len(before.hashes)
+    assert before.canonical_bytes < after.continued_bytes < after.canonical_bytes
+    # Not the whole of a longer prompt, nor another question with the same beginning.
+    assert after.end_hash != before.end_hash
+    assert key(bodies([*turns[:-2], {**turns[-2], "role": "user"}, turns[-1]]), path).continued_hash != before.end_hash
+
+
+LONG = "a question long enough for some blocks of the smallest kind " * 3
+
+
+def test_a_prompt_knows_which_one_it_continues() -> None:
+    turns = [say("system", "Be brief."), say("user", LONG), say("assistant", "yes"), say("user", "why?")]
+    assert_continues(turns, lambda messages: chat(*messages), CHAT)
+    assert_continues(turns, lambda messages: chat(*messages, tools=[{"type": "function"}]), CHAT)
+    again = [*turns, say("assistant", None, tool_calls=[{"id": "1"}]), say("tool", "42", tool_call_id="1")]
+    assert_continues(again, lambda messages: chat(*messages), CHAT)
+
+
+def test_under_other_apis_too() -> None:
+    turns = [say("user", LONG), say("assistant", [{"type": "text", "text": "yes"}]), say("user", "why?")]
+    assert_continues(turns, lambda messages: {"model": "m", "system": "Be brief.", "messages": messages}, MESSAGES)
+    assert_continues(turns, lambda items: {"model": "m", "input": items}, RESPONSES)
+
+
+def test_an_answer_in_several_items_is_one() -> None:
+    question, result = say("user", LONG), {"type": "function_call_output", "call_id": "1", "output": "42"}
+    answer = [{"type": "reasoning", "summary": []}, {"type": "function_call", "call_id": "1", "name": "f"}]
+    first = key({"model": "m", "input": [question]}, RESPONSES)
+    second = key({"model": "m", "input": [question, *answer, result]}, RESPONSES)
+    assert second.continued_hash == first.end_hash
+
+
+def test_two_answers_in_a_row_are_one() -> None:
+    first = key(chat(say("user", LONG)))
+    second = key(chat(say("user", LONG), say("assistant", "a"), say("assistant", "b"), say("user", "c")))
+    assert second.continued_hash == first.end_hash
+
+
+def test_a_prompt_without_an_answer_continues_none() -> None:
+    for messages in ([say("user", LONG)], [say("user", LONG), say("assistant", "begun")]):
+        prompt = key(chat(*messages))
+        assert (prompt.continued_hash, prompt.continued_blocks, prompt.continued_bytes) == (0, 0, 0)
+    # An answer begun by the client is part of the prompt, and the one before it is the last that was given.
+    turns = [say("user", LONG), say("assistant", "yes"), say("user", "why?"), say("assistant", "Because")]
+    assert key(chat(*turns)).continued_hash == key(chat(*turns[:1])).end_hash
+
+
+def test_what_is_no_conversation_cannot_be_continued() -> None:
+    for body, path in (({"prompt": LONG}, COMPLETIONS), ({"prompt": [1, 2, 3] * 99}, COMPLETIONS)):
+        prompt = key({"model": "m", **body}, path)
+        assert prompt.hashes
+        assert (prompt.end_hash, prompt.continued_hash) == (0, 0)
+
+
+def test_prompts_shorter_than_a_block_are_not_told_apart() -> None:
+    turns = [say("user", "a"), say("assistant", LONG), say("user", "c")]
+    for messages, answerable in ((turns[:1], False), (turns, True)):
+        prompt = parse_body(CHAT, json.dumps(chat(*messages)).encode(), BlockSchedule(64)).prompt
+        assert prompt is not None
+        assert (bool(prompt.end_hash), prompt.continued_hash) == (answerable, 0)
 
 
 roles = st.sampled_from(["system", "user", "assistant", "tool", "developer", "ipython"])
