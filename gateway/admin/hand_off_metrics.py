@@ -35,6 +35,14 @@ class HandOffCollector(Collector):
         for cause, count in tally.hand_off_fallbacks.items():
             fallbacks.add_metric([cause], count)
         yield fallbacks
+        unpaired = CounterMetricFamily(
+            "warmgate_unpaired_prompts",
+            "Prompts served whole because no prefill and decode replica may be paired.",
+            labels=["model", "difference"],
+        )
+        for (pool, kind), count in router.hand_offs.unpaired.items():
+            unpaired.add_metric([pool, kind], count)
+        yield unpaired
         done = CounterMetricFamily(
             "warmgate_disaggregated_requests",
             "Requests answered by another replica than the one that computed the prompt.",

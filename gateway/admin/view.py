@@ -109,6 +109,7 @@ class GatewayView:
                     "name": replica.name,
                     "url": replica.spec.url,
                     "role": replica.role,
+                    "version": replica.version,
                     "models": sorted(replica.served),
                     "up": replica.up,
                     "routable": replica.routable,

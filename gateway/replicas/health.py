@@ -14,7 +14,7 @@ the engine streams on; taking such a replica out would move its load onto the ot
 A refused connection is another matter: nothing listens there, and a second look confirms it.
 
 A replica that comes up is asked for its models and metrics before it is reported up, so that the first
-requests are already routed by them.
+requests are already routed by them; in fleets with prefill or decode replicas for its version as well.
 """
 
 import logging
@@ -28,11 +28,14 @@ from gateway.replicas.probe import ProbeClient, ProbeError, ProbeFailure
 from gateway.replicas.registry import Change, Fleet
 from gateway.replicas.replica import Replica
 from gateway.replicas.rounds import Rounds
+from gateway.replicas.spec import Role
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_LIMIT_BYTES = 64 * 1024
 _MODELS_LIMIT_BYTES = 8 * 1024 * 1024
+_VERSION_LIMIT_BYTES = 64 * 1024
+_MOST_VERSION_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class HealthChecker:
         self._vitals: dict[Replica, Vitals] = {}
         self._models_due_s: dict[Replica, float] = {}
         self._without_models: set[Replica] = set()
+        self._version_due: set[Replica] = set()
         self._rounds = Rounds(fleet, self.check, self._settings.interval_s, self._settings.concurrency)
         fleet.on_change(self._on_change)
 
@@ -170,8 +174,12 @@ class HealthChecker:
         elif verdict is False:
             logger.warning("%s is down: %s", replica.name, detail)
             self._fleet.set_up(replica, False)
-        elif vitals.up and failure is None and self._models_due(replica):
-            await self.refresh_models(replica)
+        elif vitals.up and failure is None:
+            if self._models_due(replica):
+                await self.refresh_models(replica)
+                await self.refresh_version(replica)
+            elif replica in self._version_due:
+                await self.refresh_version(replica)
 
     async def refresh_models(self, replica: Replica) -> None:
         """Ask a replica now what it serves. What is known of it stays when it does not answer."""
@@ -186,6 +194,24 @@ class HealthChecker:
             return
         self._without_models.discard(replica)
         self._fleet.set_served(replica, entries)
+
+    async def refresh_version(self, replica: Replica) -> None:
+        """Ask a replica now which version of the engine it runs, if the fleet has replicas that must agree on it.
+
+        What is known of it stays when it does not tell; a restart makes it unknown.
+        """
+        self._version_due.discard(replica)
+        if not self._fleet.divided:
+            return
+        try:
+            body = await self._client.get(replica, "/version", self._settings.models_timeout_s, _VERSION_LIMIT_BYTES)
+            self._fleet.set_version(replica, _read_version(body))
+        except ProbeError as error:
+            # Who answers otherwise has no such path; who does not answer may be busy, and is asked again soon.
+            if error.failure is not ProbeFailure.ERROR and self._fleet.has(replica):
+                self._version_due.add(replica)
+        except ValueError as error:
+            logger.debug("%s does not tell its version: %s", replica.name, error)
 
     async def _active(self, replica: Replica) -> bool:
         active = self._is_active(replica.slot)
@@ -203,6 +229,8 @@ class HealthChecker:
         if seen_before and vitals.was_refused and replica.epoch == epoch and replica.kv.process_start_s is None:
             self._fleet.restarted(replica)
         vitals.was_refused = False
+        # Last, because a restart that has just been noticed makes it unknown.
+        await self.refresh_version(replica)
         if not replica.up and self._fleet.has(replica):
             logger.info("%s is up", replica.name)
         self._fleet.set_up(replica, True)
@@ -212,7 +240,13 @@ class HealthChecker:
             self._vitals.pop(replica, None)
             self._models_due_s.pop(replica, None)
             self._without_models.discard(replica)
+            self._version_due.discard(replica)
             self._client.forget(replica)
+        elif change is Change.RESTARTED:
+            self._version_due.add(replica)
+        elif change is Change.ADDED and replica.role is not Role.MIXED:
+            # Nobody may have been asked so far.
+            self._version_due.update(self._fleet.replicas.values())
 
 
 def _read_entries(body: bytes) -> list[object]:
@@ -221,3 +255,11 @@ def _read_entries(body: bytes) -> list[object]:
     if not isinstance(entries, list):
         raise ValueError("no list of models in the answer")
     return entries
+
+
+def _read_version(body: bytes) -> str:
+    answer = orjson.loads(body)
+    version = answer.get("version") if isinstance(answer, dict) else None
+    if not isinstance(version, str) or not version:
+        raise ValueError("no version in the answer")
+    return version[:_MOST_VERSION_CHARACTERS]

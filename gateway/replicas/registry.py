@@ -290,10 +290,18 @@ class Fleet:
         if state.kv_capacity_tokens is not None and state.kv_capacity_tokens != before.kv_capacity_tokens:
             self._emit(Change.CAPACITY, replica)
 
+    def set_version(self, replica: Replica, version: str | None) -> None:
+        """The replica has told the version of its engine; None if it does not tell."""
+        if replica.version != version and self.has(replica):
+            replica.version = version
+            logger.info("%s runs version %s", replica.name, version or "unknown")
+
     def restarted(self, replica: Replica) -> None:
         """The replica's process is a new one."""
         if self.has(replica):
             replica.epoch = next(self._epochs)
+            # Another version is a usual reason to restart.
+            replica.version = None
             logger.info("%s has restarted", replica.name)
             self._emit(Change.RESTARTED, replica)
 

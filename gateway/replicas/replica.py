@@ -21,6 +21,7 @@ class Replica:
         draining: whether it gets no new requests because it is about to leave.
         listing: the models it serves.
         kv: what its metrics last said.
+        version: of its engine; None if it has not told since it started, or does not tell.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Replica:
         "spec",
         "trial_open",
         "up",
+        "version",
     )
 
     def __init__(self, slot: int, name: str, spec: ReplicaSpec, epoch: int, listing: Listing) -> None:
@@ -45,6 +47,7 @@ class Replica:
         self.epoch = epoch
         self.listing = listing
         self.kv: ScrapedState = NOTHING_SCRAPED
+        self.version: str | None = None
         self.up = False
         self.ejected = False
         self.trial_open = False

@@ -12,7 +12,8 @@ Theory of operation
   A prefill on p delays nobody's tokens: p has no running answers. The step of d computes the last token of the prompt,
   which an engine always computes itself.
 - A pair's cost grows with p's part whatever d is, so the best p is found first and then the best d for it, one pass
-  over each; only among replicas that may be paired at all, which `signature` tells.
+  over each; only among replicas that may be paired at all, as `pairing` tells. A request that is served whole for want
+  of such a pair says so in its reason.
 - A `HandOff` is what the first of the two requests holds on p: its place in the ledger, its promise in the prefix map.
   It gives both back exactly once. What the second holds on d is the assignment's, as for any request.
 - Prefill replicas that keep to their role stand idle where hand-offs do not pay: short prompts, a slow link. So while
@@ -36,6 +37,7 @@ from gateway.replicas.breaker import Outcome as AttemptOutcome
 from gateway.replicas.ejection import Attempt, Ejector
 from gateway.replicas.load import LoadLedger, Ticket
 from gateway.replicas.registry import Fleet, Replica
+from gateway.routing.pairing import Difference, Signature, difference, same_version, signature
 from gateway.routing.query import Query
 
 logger = logging.getLogger(__name__)
@@ -286,6 +288,8 @@ class HandOffs:
         self._predictor = predictor
         self.rules = HandOffRules()
         self.prices = Prices()
+        self.unpaired: dict[tuple[str, str], int] = {}
+        """Prompts served whole because no two replicas may be paired, by base model and kind of difference."""
         self._corrections: dict[str, float] = {}
         self._planned_s: dict[str, float] = {}
         self._unpaired_until_s: dict[int, float] = {}
@@ -355,9 +359,13 @@ class HandOffs:
         planned_s = self._planned_s.get(pool)
         return planned_s is None or now_s - planned_s > REST_AFTER_S
 
-    def planned(self, pool: str, now_s: float) -> None:
-        """A prompt of a base model is handed over."""
-        self._planned_s[pool] = now_s
+    def considered(self, pool: str, found: Plan | Difference, now_s: float) -> None:
+        """A request of a base model has been assigned, after `consider` had found a pair or why there is none."""
+        if isinstance(found, Difference):
+            counted = (pool, found.kind)
+            self.unpaired[counted] = self.unpaired.get(counted, 0) + 1
+        else:
+            self._planned_s[pool] = now_s
 
     def out_of_the_way(self, slots: Sequence[int], prompt_tokens: float) -> Sequence[int]:
         """Return the candidates for a whole request that wait for no KV, if it is long and there are any.
@@ -387,8 +395,8 @@ class HandOffs:
         decode_delay_s: Sequence[float],
         decode_step_s: Sequence[float],
         prefill_ahead_s: Sequence[float],
-    ) -> Plan | None:
-        """Return the pair for a request, None if it is better served whole.
+    ) -> Plan | Difference | None:
+        """Return the pair for a request, None if it is better served whole, or why no two replicas may be paired.
 
         Args:
             query: the request.
@@ -415,7 +423,8 @@ class HandOffs:
         )
         if policy == "predicted" and own_prefill_s[whole_slot] < NOTICED_STEPS * decode_step_s[whole_slot]:
             return None
-        best_of = self._best_prefills(prefills, prompt_tokens, now_s, matched_tokens)
+        offers = self._offers(prefills, prompt_tokens, now_s, matched_tokens)
+        best_of: dict[tuple[Signature, str | None], _Offer | None] = {}
         best: Plan | None = None
         least_s = float("inf")
         kv_own, by_slot = self._ledger.kv_own_tokens, self._fleet.by_slot
@@ -424,17 +433,23 @@ class HandOffs:
         paired = False
         for slot in slots:
             replica = by_slot[slot]
-            part = best_of.get(signature(replica)) if replica is not None else None
-            if part is None or replica is None:
+            if replica is None:
+                continue
+            key = signature(replica), replica.version
+            if key in best_of:
+                offer = best_of[key]
+            else:
+                offer = best_of[key] = _best(offers, *key)
+            if offer is None:
                 continue
             paired = True
             lacking = prompt_tokens - matched_tokens[slot]
             size = lacking * self.kv_bytes_per_token(replica)
             transfer_s = correction * (settings.link_latency_s + size / settings.link_bytes_per_s)
-            prefill_cost_s, prefill_slot, prefill_s, own_s = part
+            prefill_slot, prefill_s, own_s = offer.slot, offer.prefill_s, offer.own_s
             # What is in d's queue when the KV arrives is served first.
             ttft_s = max(prefill_s + transfer_s, prefill_ahead_s[slot]) + decode_step_s[slot]
-            cost_s = ttft_s + prefill_cost_s
+            cost_s = ttft_s + offer.work_cost_s
             capacity = replica.kv.kv_capacity_tokens or DEFAULT_CAPACITY_TOKENS
             over = kv_own[slot] + needed - capacity
             if over > 0.0:
@@ -449,20 +464,19 @@ class HandOffs:
                     prefill_slot, slot, prefill_s, own_s, transfer_s, size, ttft_s, cost_s, whole_s, matched, lacking,
                     prompt_tokens - matched, "",
                 )  # fmt: skip
-        if not paired:
-            self._tell(prefills, slots)
+        if offers and not paired:
+            return self._unpaired(prefills, slots)
         if best is None or (policy == "predicted" and best.cost_s >= whole_s):
             return None
         best.reason = _REASONS[policy]
         return best
 
-    def _best_prefills(
+    def _offers(
         self, prefills: Sequence[int], prompt_tokens: float, now_s: float, matched_tokens: Sequence[float]
-    ) -> dict["Signature", tuple[float, int, float, float]]:
-        """By signature: price of the work on the best prefill replica, slot, seconds until done, seconds of work."""
+    ) -> "list[_Offer]":
+        """Return what each prefill replica would take for a prompt."""
         ledger, predictor, price = self._ledger, self._predictor, self.prices.prefill_elsewhere
-        parts: dict[Signature, tuple[float, int, float, float]] = {}
-        least: dict[Signature, float] = {}
+        offers = []
         for slot in prefills:
             replica = self._fleet.by_slot[slot]
             if replica is None or self._unpaired_until_s.get(slot, now_s) > now_s:
@@ -472,11 +486,8 @@ class HandOffs:
             prefill_s = predictor.prefill_only_s(
                 slot, prompt_tokens, matched, ledger.prefill_ahead_s(slot, now_s), ledger.prefill_tokens[slot]
             )
-            key, cost_s = signature(replica), prefill_s + price * own_s
-            if cost_s < least.get(key, float("inf")):
-                least[key] = cost_s
-                parts[key] = (price * own_s, slot, prefill_s, own_s)
-        return parts
+            offers.append(_Offer(signature(replica), replica.version, slot, prefill_s, own_s, price * own_s))
+        return offers
 
     def kv_bytes_per_token(self, replica: Replica) -> float:
         """Return the bytes of keys and values of one token."""
@@ -487,36 +498,47 @@ class HandOffs:
             known = self._kv_bytes[replica.slot] = (replica, shape, size)
         return known[2]
 
-    def _tell(self, prefills: Sequence[int], slots: Sequence[int]) -> None:
-        """Say once why prefill replicas are not used."""
+    def _unpaired(self, prefills: Sequence[int], slots: Sequence[int]) -> Difference | None:
+        """Return why no two replicas may share a prompt; to the log each pair once."""
+        first: Difference | None = None
         for prefill in map(self._fleet.by_slot.__getitem__, prefills):
             for decode in map(self._fleet.by_slot.__getitem__, slots):
-                if prefill is None or decode is None or signature(prefill) == signature(decode):
+                why = difference(prefill, decode) if prefill is not None and decode is not None else None
+                if why is None or prefill is None or decode is None:
                     continue
-                why = difference(prefill, decode)
-                if (prefill.name, decode.name, why) not in self._told and len(self._told) < _MOST_TOLD:
-                    self._told.add((prefill.name, decode.name, why))
-                    logger.warning("%s does not prefill for %s: %s", prefill.name, decode.name, why)
+                first = first or why
+                told = (prefill.name, decode.name, why.text)
+                if told not in self._told and len(self._told) < _MOST_TOLD:
+                    self._told.add(told)
+                    logger.warning("%s does not prefill for %s: %s", prefill.name, decode.name, why.text)
+        return first
 
 
-Signature = tuple[int | None, tuple[tuple[str, str], ...]]
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A prompt on one prefill replica.
 
-
-def signature(replica: Replica) -> Signature:
-    """Return what must be equal on both sides of a hand-off: the block size, and the path of each model.
-
-    vLLM compares paths itself and fails; of unequal block sizes it may not take notice, and answer with wrong tokens.
+    Attributes:
+        signature, version: what the replica that decodes must agree with.
+        slot: which.
+        prefill_s: predicted seconds until the prompt is computed.
+        own_s: of those, the prompt's own.
+        work_cost_s: price of the work.
     """
-    objects = replica.listing.objects
-    roots = tuple(sorted((name, str(objects[name].get("root"))) for name in replica.base_models if name in objects))
-    return replica.kv.block_size_tokens, roots
+
+    signature: Signature
+    version: str | None
+    slot: int
+    prefill_s: float
+    own_s: float
+    work_cost_s: float
 
 
-def difference(one: Replica, other: Replica) -> str:
-    """Say in words why two replicas cannot be paired."""
-    (block, models), (other_block, other_models) = signature(one), signature(other)
-    if block != other_block:
-        return f"its block size is {block or 'not known yet'}, the other's {other_block or 'not known yet'}"
-    if models != other_models:
-        return f"it serves {dict(models)}, the other {dict(other_models)}"
-    return "nothing differs"
+def _best(offers: Sequence[_Offer], wanted: Signature, version: str | None) -> _Offer | None:
+    """Return the cheapest that a replica of a signature and version may be paired with."""
+    best, least_s = None, float("inf")
+    for offer in offers:
+        cost_s = offer.prefill_s + offer.work_cost_s
+        if cost_s < least_s and offer.signature == wanted and same_version(offer.version, version):
+            best, least_s = offer, cost_s
+    return best

@@ -27,6 +27,7 @@ from gateway.routing.assignment import Assignment
 from gateway.routing.columns import ENGINE_BLOCK_TOKENS, Columns
 from gateway.routing.exact_match import TokenMatch
 from gateway.routing.hand_off import HandOff, HandOffs, Plan
+from gateway.routing.pairing import Difference
 from gateway.routing.query import Query
 from gateway.routing.refusals import NoReplica, Saturated, UnknownModel
 from gateway.routing.room import Room
@@ -265,11 +266,15 @@ class Router:
                 choice = self._choose_by_load(pool, error, request, candidates)
             slot = choice.slot
             columns.predict_chosen(slot, prompt_tokens, now_s)
-            plan = None
+            plan: Plan | None = None
+            considered: Plan | Difference | None = None
             # Whether to hand off is a matter of predictions, unless a threshold or the operator says so.
             if prefills and not whole and (error is None or self.hand_offs.rules.of(pool).policy != "predicted"):
-                plan = self._plan(query, prefills, decodes, slot, now_s)
-                if plan is not None:
+                considered = self._plan(query, prefills, decodes, slot, now_s)
+                if isinstance(considered, Difference):
+                    choice.reason = f"{choice.reason}; no pair for a hand-off, {considered.text}"
+                elif considered is not None:
+                    plan = considered
                     slot = plan.decode_slot
                     choice = Choice(slot, plan.reason, plan.terms())
             cached_tokens, wait_s = columns.matched_tokens[slot], columns.memory_wait_s[slot]
@@ -283,7 +288,8 @@ class Router:
             # What the decode engine reports as cached is what the prefill engine found.
             ttft_s, expected_cached_tokens = plan.ttft_s, plan.matched_tokens
             hand_off = self._hand_off(query, plan, now_s)
-            self.hand_offs.planned(query.pool, now_s)
+        if considered is not None:
+            self.hand_offs.considered(query.pool, considered, now_s)
         replica = fleet.by_slot[slot]
         assert replica is not None, "a policy chose a slot that is not a candidate"
         ticket = self.ledger.start(
@@ -340,7 +346,7 @@ class Router:
 
     def _plan(
         self, query: Query, prefills: Sequence[int], slots: Sequence[int], whole_slot: int, now_s: float
-    ) -> Plan | None:
+    ) -> Plan | Difference | None:
         """Say where the prompt should be computed if not where its answer is; asked while the columns are filled."""
         prefills = self.room.among(prefills, now_s)
         if not prefills or not slots or slots[0] in prefills or not self.hand_offs.rules.of(query.pool).active:
@@ -382,10 +388,10 @@ class Router:
 
     def _promise(self, slot: int, key: PromptKey) -> Promise:
         """Enter a prompt into the map; the engine will tell whether what it promised was there."""
-        record = self.index.insert(slot, key.hashes, key.continued_hash)
+        record = self.index.insert(slot, key.hashes)
         # A medium is 16 bytes here and any number of tokens there; positions cannot be converted.
         judged = not key.media and not key.computed_anew
-        return self.feedback.promise(record, key.canonical_bytes if judged else 0, key.continued_bytes)
+        return self.feedback.promise(record, key.canonical_bytes if judged else 0)
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """Take in what the engine reported of a request.

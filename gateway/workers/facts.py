@@ -60,6 +60,13 @@ class ReportingFleet(Fleet):
         if self.has(replica):
             self._report(["metrics", replica.name, state])
 
+    def set_version(self, replica: Replica, version: str | None) -> None:
+        """The replica has told the version of its engine."""
+        changes = replica.version != version and self.has(replica)
+        super().set_version(replica, version)
+        if changes:
+            self._report(["version", replica.name, version])
+
     def restarted(self, replica: Replica) -> None:
         """The replica's process is a new one."""
         super().restarted(replica)
@@ -73,6 +80,8 @@ def snapshot(fleet: Fleet) -> list[Fact]:
     for replica in fleet.replicas.values():
         facts.append(["models", replica.name, list(replica.listing.objects.values())])
         facts.append(["metrics", replica.name, replica.kv])
+        # After the metrics: a restart that shows in them makes the version unknown.
+        facts.append(["version", replica.name, replica.version])
         facts.append(["up", replica.name, replica.up])
     return facts
 
@@ -89,6 +98,8 @@ def apply(fleet: Fleet, facts: Iterable[Fact]) -> None:
             fleet.set_served(replica, value)
         elif kind == "metrics":
             fleet.set_scraped(replica, ScrapedState(**{k: v for k, v in value.items() if k in _STATE_FIELDS}))
+        elif kind == "version":
+            fleet.set_version(replica, value)
         elif kind == "restarted":
             fleet.restarted(replica)
         else:

@@ -43,6 +43,7 @@ from loadtests.replica.server import start_replica
 )
 @click.option("--bytes-per-token", type=click.IntRange(1, 7), default=4, help="UTF-8 bytes of a token.")
 @click.option("--seed", type=int, default=0, help="Other seeds make other answers.")
+@click.option("--engine-version", default="0.32.0", help="Of vLLM, as it tells; empty for no /version.")
 @click.option("--kv-connector", type=click.Choice(["none", "nixl"]), default="none", help="To move KV to others.")
 @click.option("--kv-link", type=click.Choice(list(LINKS)), default="400g", help="What joins it with others.")
 @click.option("--kv-link-latency-ms", type=float, default=2.0, help="Constant part of a transfer.")

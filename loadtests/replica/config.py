@@ -36,6 +36,7 @@ class ReplicaConfig:
         default_max_tokens: answer length where the client sets no limit.
         keep_alive_s: idle connections are closed after this time, as uvicorn does.
         seed: other seeds make other answers.
+        engine_version: of vLLM, as it tells; empty for a server that has no /version.
         kv_connector: nixl to hand KV to other replicas and to fetch it from them, or none.
         kv_link: what joins it with others, a key of `gateway.estimator.transfer.LINKS`.
         kv_link_latency_ms: constant part of a transfer.
@@ -66,6 +67,7 @@ class ReplicaConfig:
     default_max_tokens: int = 256
     keep_alive_s: float = 5.0
     seed: int = 0
+    engine_version: str = "0.32.0"
     kv_connector: str = "none"
     kv_link: str = "400g"
     kv_link_latency_ms: float = 2.0

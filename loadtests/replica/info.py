@@ -10,7 +10,7 @@ from aiohttp import web
 
 from loadtests.replica.answering import json_response
 from loadtests.replica.metrics import CONTENT_TYPE
-from loadtests.replica.replica import REPLICA, VERSION, Replica
+from loadtests.replica.replica import REPLICA, Replica
 
 
 async def models(request: web.Request) -> web.Response:
@@ -35,9 +35,12 @@ async def ping(request: web.Request) -> web.Response:
     return await health(request)
 
 
-async def version(_request: web.Request) -> web.Response:
+async def version(request: web.Request) -> web.Response:
     """GET /version."""
-    return json_response({"version": VERSION})
+    engine_version = request.app[REPLICA].config.engine_version
+    if not engine_version:
+        raise web.HTTPNotFound
+    return json_response({"version": engine_version})
 
 
 async def load(request: web.Request) -> web.Response:

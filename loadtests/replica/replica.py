@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from loadtests.replica.kv_events import KvFeed
     from loadtests.replica.kv_transfer import KvTransfer
 
-VERSION = "0.32.0"
-
 
 @dataclass(slots=True)
 class Traffic:
@@ -61,7 +59,7 @@ class Replica:
         limits = self.engine.limits
         self.max_model_len = min(config.max_model_len, limits.total_blocks * limits.block_size_tokens)
         name = xxhash.xxh32_hexdigest(f"{config.model}/{config.hardware}")
-        self.fingerprint = f"vllm-{VERSION}-{name}"
+        self.fingerprint = f"vllm-{config.engine_version or 'unknown'}-{name}"
         self._requests = 0
         self.kv_feed: KvFeed | None = None
         self.kv_transfer: KvTransfer | None = None

@@ -63,6 +63,7 @@ async def fleet() -> AsyncIterator[Fleet]:
             {"url": replica.url, "role": role, "models": ["m"]} for replica, role in zip(replicas, roles, strict=True)
         ],
         "scrape": {"interval_s": 0.2},
+        "health": {"interval_s": 0.1},
         "disaggregation": {"policy": "threshold", "threshold_tokens": 1000, "link": "400g"},
     }
     async with running_gateway([], options) as gateway:
@@ -153,6 +154,65 @@ async def test_replicas_of_different_block_sizes_are_not_paired(fleet: Fleet) ->
         await eventually(lambda: added.up and added.kv.block_size_tokens)
         await fleet.text()
         assert other.engine.computed_prompt_tokens == 0
+    finally:
+        await other.close()
+
+
+async def test_replicas_of_different_versions_are_not_paired_until_a_rolling_update_is_through(
+    fleet: Fleet,
+) -> None:
+    """The prefill replica is updated first, then one decode replica, then the other."""
+    gateway = fleet.gateway
+    known = list(gateway.gateway.fleet.replicas.values())
+    await eventually(lambda: all(replica.version == "0.32.0" for replica in known))
+
+    async def update(number: int) -> None:
+        old = (fleet.prefill, *fleet.decodes)[number]
+        await old.close()
+        await eventually(lambda: not known[number].up)
+        new = await start_replica(replica_config(engine_version="0.33.0"), port=old.port)
+        if number:
+            fleet.decodes[number - 1] = new
+        else:
+            fleet.prefill = new
+        await eventually(lambda: known[number].up and known[number].version == "0.33.0")
+        await eventually(lambda: known[number].kv.block_size_tokens)
+
+    async def split(name: str) -> bool:
+        """Whether a prompt of its own is computed by the prefill replica; the answer is right in any case."""
+        await fleet.text(messages=[{"role": "user", "content": name + PROMPT}])
+        await gateway.until_idle()
+        return "prefill_replica" in gateway.log_lines()[-1]
+
+    assert await split("before")
+    try:
+        await update(0)
+        assert not await split("one of three")
+        assert fleet.computed[0] == 0
+        reason = gateway.log_lines()[-1]["reason"]
+        assert reason.endswith("; no pair for a hand-off, versions differ: 0.33.0 for prefill, 0.32.0 for decode")
+        assert 'warmgate_unpaired_prompts_total{difference="version",model="m"} 1.0' in await fleet.metrics()
+        await update(1)
+        assert await split("two of three")
+        assert gateway.log_lines()[-1]["replica"] == "replica-2"
+        await update(2)
+        assert await split("three of three")
+    finally:
+        for replica in (fleet.prefill, *fleet.decodes):
+            await replica.close()
+
+
+async def test_a_replica_that_tells_no_version_is_paired(fleet: Fleet) -> None:
+    other = await start_replica(replica_config(engine_version=""))
+    try:
+        config = fleet.gateway.gateway.config.model_copy(deep=True).model_dump()
+        config["replicas"] = [config["replicas"][0] | {"name": "other", "url": other.url}, *config["replicas"][1:]]
+        await fleet.gateway.gateway.reload(Config.model_validate(config))
+        added = fleet.gateway.gateway.fleet.replicas["other"]
+        await eventually(lambda: added.up and added.kv.block_size_tokens)
+        await fleet.text()
+        assert added.version is None
+        assert other.engine.computed_prompt_tokens > 4000
     finally:
         await other.close()
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from support.waiting import eventually
 
 from gateway.replicas.health import HealthChecker, HealthSettings
 from gateway.replicas.probe import ProbeClient, ProbeError, ProbeFailure
 from gateway.replicas.registry import Change, Fleet, Replica, ReplicaSpec
 from gateway.replicas.rounds import Rounds
 from gateway.replicas.scrape import Scraper, ScrapeSettings
+from gateway.replicas.spec import Role
 
 FAST = HealthSettings(interval_s=0.01, timeout_s=5.0, models_interval_s=0.02)
 PATIENCE_S = 20.0
@@ -28,6 +30,8 @@ class Stub:
         self.health_gate.set()
         self.models: Any = {"object": "list", "data": [{"id": "m", "parent": None, "max_model_len": 4096}]}
         self.models_status = 200
+        self.version: Any = {"version": "0.32.0"}
+        self.version_status = 200
         self.metrics = "process_start_time_seconds 100.0\n"
         self.requests: list[tuple[str, str | None]] = []
         self.health_now = 0
@@ -41,6 +45,7 @@ class Stub:
         app = web.Application()
         app.router.add_get("/{base:.*}health", self._health)
         app.router.add_get("/{base:.*}v1/models", self._models)
+        app.router.add_get("/{base:.*}version", self._version)
         app.router.add_get("/{base:.*}metrics", self._metrics)
         app.router.add_get("/moved", self._moved)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -87,6 +92,10 @@ class Stub:
     async def _models(self, request: web.Request) -> web.Response:
         await self._note(request)
         return web.json_response(self.models, status=self.models_status)
+
+    async def _version(self, request: web.Request) -> web.Response:
+        await self._note(request)
+        return web.json_response(self.version, status=self.version_status)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         await self._note(request)
@@ -304,6 +313,51 @@ class TestHealth:
         await stub.seen("/v1/models", 4)
         assert replica.served == {"m"}
         assert caplog.text.count("does not list its models") == 1
+
+    async def test_versions_are_asked_for_where_they_must_agree(self, scene: Scene) -> None:
+        alone, prefill = await scene.stub(), await scene.stub()
+        mixed = scene.add(alone)
+        await scene.checker(HealthSettings(interval_s=0.01, models_interval_s=3600)).start()
+        await alone.seen("/health", 2)
+        assert mixed.version is None
+        assert not [path for path, _ in alone.requests if path == "/version"]
+        other = scene.add(prefill, role=Role.PREFILL)
+        await scene.told(Change.UP, "replica-2")
+        assert other.version == "0.32.0", "known before it is up"
+        await eventually(lambda: mixed.version)
+
+    async def test_a_new_process_is_asked_for_its_version(self, scene: Scene) -> None:
+        stub = await scene.stub()
+        replica = scene.add(stub, role=Role.DECODE)
+        settings = HealthSettings(interval_s=0.01, models_interval_s=3600)
+        await scene.checker(settings, refresh=scene.scraper().scrape).start()
+        await stub.close()
+        await scene.told(Change.DOWN)
+        stub.metrics, stub.version = "process_start_time_seconds 200.0\n", {"version": "0.33.0"}
+        await stub.listen()
+        await scene.told(Change.UP)
+        assert replica.version == "0.33.0"
+        # One that is back before anybody has missed it shows in its metrics only.
+        stub.version = {"version": "0.34.0"}
+        scene.fleet.restarted(replica)
+        await eventually(lambda: replica.version == "0.34.0")
+
+    @pytest.mark.parametrize("answer", [{"detail": "Not Found"}, {"version": 32}, {"version": ""}, [], None])
+    async def test_what_tells_no_version_is_up_without_one(self, scene: Scene, answer: object) -> None:
+        stub = await scene.stub()
+        stub.version, stub.version_status = answer, 200 if answer != {"detail": "Not Found"} else 404
+        replica = scene.add(stub, role=Role.DECODE)
+        await scene.checker().start()
+        await stub.seen("/version", 2)
+        assert (replica.up, replica.version) == (True, None)
+
+    async def test_a_version_stays_when_it_cannot_be_read(self, scene: Scene) -> None:
+        stub = await scene.stub()
+        replica = scene.add(stub, role=Role.DECODE)
+        await scene.checker().start()
+        stub.version_status = 500
+        await stub.seen("/version", 2)
+        assert replica.version == "0.32.0"
 
     async def test_probes_run_in_parallel_and_bounded(self, scene: Scene) -> None:
         stub = await scene.stub()

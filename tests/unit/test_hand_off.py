@@ -5,6 +5,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.routers import fleet_of, router_over
 
 from gateway.app import hand_off_rules
@@ -17,6 +19,7 @@ from gateway.replicas.metrics_page import ScrapedState
 from gateway.replicas.spec import Role
 from gateway.routing.assignment import Assignment
 from gateway.routing.hand_off import REST_AFTER_S, HandOffRules, HandOffSettings
+from gateway.routing.pairing import difference
 from gateway.routing.router import Router
 from policies.catalog import make_policy
 
@@ -262,11 +265,100 @@ def test_replicas_that_differ_are_not_paired_and_that_is_said_once(caplog: pytes
         for number in range(3):
             assert ask(router, 32_000, first=number + 1).hand_off is None
     told = [record.message for record in caplog.records if "does not prefill" in record.message]
-    assert told == [f"r0 does not prefill for r{n}: its block size is 16, the other's 32" for n in (1, 2)]
+    assert told == [f"r0 does not prefill for r{n}: block sizes differ: 16 for prefill, 32 for decode" for n in (1, 2)]
+    assert router.hand_offs.unpaired == {("m", "block_size"): 3}
     fleet.set_scraped(fleet.replicas["r2"], ScrapedState(block_size_tokens=16))
     assignment = ask(router, 32_000, first=9)
     assert assignment.hand_off is not None
     assert assignment.slot == 2
+
+
+def versions(router: Router, *of_replicas: str | None) -> None:
+    for replica, version in zip(router.fleet.replicas.values(), of_replicas, strict=True):
+        router.fleet.set_version(replica, version)
+
+
+def test_a_prompt_is_served_whole_while_the_versions_of_all_pairs_differ_and_its_reason_says_so() -> None:
+    router = routed(policy="always")
+    versions(router, "0.33.0", "0.32.0", "0.32.0")
+    whole = ask(router, 32_000)
+    assert whole.hand_off is None
+    assert whole.reason.endswith("; no pair for a hand-off, versions differ: 0.33.0 for prefill, 0.32.0 for decode")
+    assert router.hand_offs.unpaired == {("m", "version"): 1}
+    versions(router, "0.33.0", "0.32.0", "0.33.0")
+    assert (ask(router, 32_000, first=2).hand_off is not None, ask(router, 32_000, first=3).slot) == (True, 2)
+    versions(router, "0.33.0", "0.33.0", "0.33.0")
+    assert ask(router, 32_000, first=4).hand_off is not None
+    assert router.hand_offs.unpaired == {("m", "version"): 1}
+
+
+def test_a_prompt_that_nobody_would_hand_off_is_not_counted_as_unpaired() -> None:
+    router = routed()
+    versions(router, "0.33.0", "0.32.0", "0.32.0")
+    short = ask(router, 10)
+    assert "no pair" not in short.reason
+    assert not router.hand_offs.unpaired
+
+
+def test_a_restart_makes_the_version_unknown() -> None:
+    router = routed(policy="always")
+    versions(router, "0.33.0", "0.32.0", "0.32.0")
+    router.fleet.restarted(router.fleet.replicas["r1"])
+    assert router.fleet.replicas["r1"].version is None
+    assert ask(router, 32_000).slot == 1
+
+
+VERSIONS = st.sampled_from([None, "0.32.0", "0.33.0"])
+
+
+@given(st.lists(VERSIONS, min_size=2, max_size=3), st.lists(VERSIONS, min_size=1, max_size=3))
+def test_whoever_may_be_paired_is_and_nobody_else(prefills: list[str | None], decodes: list[str | None]) -> None:
+    router = routed("p" * len(prefills) + "d" * len(decodes), policy="always")
+    versions(router, *prefills, *decodes)
+    # Busy in turn, so that the cheapest pair is not always the first.
+    for number in range(4):
+        assignment = ask(router, 1000, first=number + 1)
+        may = any(one is None or other is None or one == other for one in prefills for other in decodes)
+        assert (assignment.hand_off is not None) == may
+        if assignment.hand_off is not None:
+            assert difference(assignment.hand_off.replica, assignment.replica) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind"),
+    [
+        ((16, "0.32.0"), (16, "0.32.0"), None),
+        ((16, "0.32.0"), (16, "0.33.0"), "version"),
+        ((16, "0.32.0"), (16, "0.32.0rc1"), "version"),
+        ((16, None), (16, "0.33.0"), None),
+        ((16, "0.32.0"), (16, None), None),
+        ((16, None), (16, None), None),
+        ((16, "0.32.0"), (32, "0.32.0"), "block_size"),
+        ((16, "0.32.0"), (None, "0.32.0"), "block_size"),
+    ],
+)
+def test_what_keeps_two_replicas_apart(
+    one: tuple[int, str | None], other: tuple[int | None, str | None], kind: str | None
+) -> None:
+    fleet = fleet_of(["h100-sxm"] * 2, [Role.PREFILL, Role.DECODE])
+    replicas = list(fleet.replicas.values())
+    for replica, (block, version) in zip(replicas, (one, other), strict=True):
+        fleet.set_scraped(replica, ScrapedState(block_size_tokens=block))
+        fleet.set_version(replica, version)
+    found = difference(*replicas)
+    assert (found.kind if found is not None else None) == kind
+
+
+def test_models_of_different_paths_keep_replicas_apart() -> None:
+    fleet = fleet_of(["h100-sxm"] * 2, [Role.PREFILL, Role.DECODE])
+    prefill, decode = fleet.replicas.values()
+    fleet.set_served(prefill, [{"id": "m", "root": "/models/a"}])
+    fleet.set_served(decode, [{"id": "m", "root": "/models/b"}])
+    found = difference(prefill, decode)
+    assert found is not None
+    assert found.kind == "models"
+    assert "/models/a" in found.text
+    assert "/models/b" in found.text
 
 
 def test_observed_hand_offs_correct_the_link() -> None:

@@ -114,14 +114,18 @@ def test_a_fleet_that_is_told_comes_to_the_same_state() -> None:
     source.set_up(one, True)
     source.set_scraped(one, ScrapedState(running=3, process_start_s=1.0, kv_capacity_tokens=100))
     source.set_scraped(one, ScrapedState(running=1, process_start_s=2.0, kv_capacity_tokens=100))
+    source.set_version(one, "0.32.0")
+    source.set_version(one, "0.32.0")
+    source.set_version(source.replicas["two"], "0.31.0")
     source.restarted(source.replicas["two"])
-    assert [fact[0] for fact in facts] == ["models", "up", "metrics", "metrics", "restarted"]
+    assert [fact[0] for fact in facts] == ["models", "up", "metrics", "metrics", "version", "version", "restarted"]
 
     changes.clear()
     apply(told, over_the_wire(facts))
     there = told.replicas["one"]
     assert (there.up, there.kv, there.listing.objects) == (True, one.kv, one.listing.objects)
     assert there.max_model_len("m") == 4096
+    assert (there.version, told.replicas["two"].version) == ("0.32.0", None)
     assert changes.count(Change.RESTARTED) == 2, "one told, one seen in the metrics"
     assert (there.epoch, told.replicas["two"].epoch) == (one.epoch, source.replicas["two"].epoch)
 
@@ -130,6 +134,7 @@ def test_a_fleet_that_is_told_comes_to_the_same_state() -> None:
     apply(late, over_the_wire(snapshot(source)))
     assert late.route_slots("m") == (0,)
     assert late.replicas["one"].kv == one.kv
+    assert late.replicas["one"].version == "0.32.0"
 
 
 def over_the_wire(facts: list[Fact]) -> list[Fact]:
