@@ -27,7 +27,7 @@ MODULES = (
     "gateway/proxy/{admission,answer,client,errors,exchange,failures,heads,intake,observe,plane,prefill_leg,record}",
     "gateway/proxy/{remote_prefill,reply,retry_budget,routes,tally,timeouts,upload,upstream,usage_filter}",
     "gateway/replicas/{breaker,ejection,kv_memory,load,replica}",
-    "gateway/routing/{assignment,columns,hand_off,pairing,query,refusals,room,router,shortlist,slo}",
+    "gateway/routing/{assignment,columns,decision,hand_off,pairing,query,refusals,room,router,shortlist,slo}",
     "policies/{draw,predicted_ttft,slo}",
 )
 """What is compiled, as shell patterns without the suffix. Not compiled:

@@ -105,6 +105,22 @@ class PredictedTTFT:
         self.queue_price = queue_price
         self._reuse = 0.0
 
+    def copy(self) -> "PredictedTTFT":
+        """Return another that would choose the same next, and draw the same."""
+        other = PredictedTTFT(
+            0,
+            self.prefill_price,
+            self.eviction_price,
+            self.decode_price,
+            self.batch_price,
+            self.memory_price,
+            self.wait_price,
+            self.queue_price,
+        )
+        other._random.setstate(self._random.getstate())
+        other._reuse = self._reuse
+        return other
+
     def floor_prices(self) -> FloorPrices:
         """Return what `choose` makes of the columns at least; to be kept in step with it."""
         return FloorPrices(
@@ -165,6 +181,7 @@ class PredictedTTFT:
             "decode_delay_s": delay[best],
             "batch_cost_s": step[best],
             "matched_tokens": matched[best],
+            "eviction_price": eviction_price,
         }
         if waits[best]:
             terms["memory_wait_s"] = waits[best]

@@ -12,10 +12,10 @@ from gateway.replicas.ejection import Attempt, Ejector
 from gateway.replicas.kv_memory import Holding, KvMemory
 from gateway.replicas.load import LoadLedger, Ticket
 from gateway.replicas.registry import Fleet, Replica
+from gateway.routing.decision import Decision
 from gateway.routing.hand_off import HandOff, HandOffs
 from gateway.routing.query import Query
-from gateway.routing.slo import Outlook, SloFilter
-from policies.types import Choice
+from gateway.routing.slo import SloFilter
 
 
 class Releases(Protocol):
@@ -45,6 +45,7 @@ class Assignment:
         expected_cached_tokens: prompt tokens the prefix map says are there.
         predicted_ttft_s: seconds from assignment to the first token.
         predicted_tpot_s: seconds per output token after it; None without a target for them.
+        decision: what it was decided from.
         assigned_s: when.
         observed_ttft_s: what it was in the end; None before.
         outlook: whether the latency targets were predicted to be kept; None without targets.
@@ -64,6 +65,7 @@ class Assignment:
         "_ticket",
         "_work",
         "assigned_s",
+        "decision",
         "expected_cached_tokens",
         "finished",
         "hand_off",
@@ -84,9 +86,8 @@ class Assignment:
         parts: "Releases",
         query: Query,
         replica: Replica,
-        choice: Choice,
+        decision: Decision,
         policy: str,
-        now_s: float,
         expected_cached_tokens: int,
         predicted_ttft_s: float,
         own_prefill_s: float,
@@ -95,19 +96,19 @@ class Assignment:
         promise: Promise | None,
         holding: Holding,
         attempt: Attempt,
-        first: bool,
-        outlook: Outlook | None = None,
         predicted_tpot_s: float | None = None,
         hand_off: HandOff | None = None,
     ) -> None:
         self._parts = parts
         self._query = query
         self.replica = replica
+        choice = decision.final
+        self.decision = decision
         self.slot = choice.slot
         self.reason = choice.reason
         self.terms: Mapping[str, float] = choice.terms
         self.policy = policy
-        self.assigned_s = now_s
+        self.assigned_s = decision.now_s
         self.expected_cached_tokens = expected_cached_tokens
         self.predicted_ttft_s = predicted_ttft_s
         self.observed_ttft_s: float | None = None
@@ -120,8 +121,8 @@ class Assignment:
         self._holding = holding
         self._crowded = self.slot in parts.memory.crowded
         self._attempt = attempt
-        self._first = first
-        self.outlook = outlook
+        self._first = not decision.tried
+        self.outlook = decision.outlook
         self.predicted_tpot_s = predicted_tpot_s
         self.hand_off = hand_off
 

@@ -36,6 +36,20 @@ class Room:
         self._warming_since_s: dict[int, float | None] = {}
         self._marked: set[int] = set()
 
+    def copy(self) -> "Room":
+        """Return another that knows the same, to be asked without consequences."""
+        other = Room(self._in_flight, self._slow_start_s)
+        other._limits.update(self._limits)
+        other._spared_until_s.update(self._spared_until_s)
+        other._warming_since_s.update(self._warming_since_s)
+        other._marked.update(self._marked)
+        return other
+
+    @property
+    def spared(self) -> Sequence[int]:
+        """Slots that have asked for a pause."""
+        return tuple(self._spared_until_s)
+
     def slow_start(self, seconds: float) -> None:
         """Change how long replicas that come up take to their full share; 0 for none."""
         self._slow_start_s = seconds

@@ -25,6 +25,7 @@ from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Change, Fleet, Replica
 from gateway.routing.assignment import Assignment
 from gateway.routing.columns import ENGINE_BLOCK_TOKENS, Columns
+from gateway.routing.decision import Decision, Standing
 from gateway.routing.exact_match import TokenMatch
 from gateway.routing.hand_off import HandOff, HandOffs, Plan
 from gateway.routing.pairing import Difference
@@ -34,6 +35,7 @@ from gateway.routing.room import Room
 from gateway.routing.slo import SloFilter
 from policies.kv_cost import LMetric
 from policies.types import Candidates, Choice, Column, Policy, RemembersReplicas, Request
+from policies.understudy import understudy
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,7 @@ class Router:
         self.restart_is_news: Callable[[Replica], bool] = lambda replica: True
         """Asked whether the prefix map has still to forget a replica that has restarted: another worker may have told
         of it, and of what has been sent there since."""
+        self._standing: Standing | None = None
         self._put_in_force(policy)
         for replica in fleet.replicas.values():
             self._open(replica)
@@ -221,6 +224,33 @@ class Router:
             Saturated: there are, and all are at their limit.
             TargetsOutOfReach: none would keep its latency targets, and it is to be refused then.
         """
+        return self._charge(query, self._decide(query, tried, now_s, whole=whole))
+
+    def rehearse(self, query: Query, now_s: float) -> Decision:
+        """Decide about a request as `assign` would now, and leave everything as it is.
+
+        Of a large fleet all candidates are looked at, where `assign` looks at those that can be the cheapest.
+
+        Args:
+            query: the request.
+            now_s: monotonic seconds.
+
+        Raises:
+            NoReplica, Saturated, TargetsOutOfReach: as `assign`.
+            ValueError: the policy cannot be asked without consequences.
+        """
+        policy, by_load, room, targets = self._policy, self._by_load, self.room, self.slo.state()
+        self._policy, self._by_load, self.room = understudy(policy), understudy(by_load), room.copy()
+        try:
+            return self._decide(query, (), now_s, whole=False, all_candidates=True)
+        finally:
+            self._policy, self._by_load, self.room = policy, by_load, room
+            self.slo.restore(targets)
+
+    def _decide(
+        self, query: Query, tried: Sequence[int], now_s: float, *, whole: bool, all_candidates: bool = False
+    ) -> Decision:
+        """Choose a replica for an attempt; nothing is charged."""
         fleet = self.fleet
         slots = fleet.route_slots(query.model)
         prefills = fleet.prefill_slots(query.model)
@@ -234,7 +264,8 @@ class Router:
             slots = untried or [slot for slot in fleet.up_slots(query.model) if slot not in tried]
         if not slots:
             raise NoReplica
-        slots = self.room.among(slots, now_s)
+        routable = slots
+        slots = roomy = self.room.among(slots, now_s)
         if not slots:
             raise Saturated
         columns, policy, request, key = self._columns, self._policy, query.request, query.key
@@ -255,7 +286,7 @@ class Router:
                 prompt_tokens,
                 now_s,
                 query.tokens,
-                whole=targets is not None or bool(prefills) or error is not None,
+                whole=all_candidates or targets is not None or bool(prefills) or error is not None,
                 predict=error is None,
             )
             if targets is not None:
@@ -263,8 +294,26 @@ class Router:
             if error is None:
                 choice = policy.choose(request, candidates)
             else:
-                choice = self._choose_by_load(pool, error, request, candidates)
+                choice = self._choose_by_load(error, request, candidates)
             slot = choice.slot
+            decision = Decision(
+                policy if error is None else self._by_load,
+                now_s,
+                query.model,
+                prompt_tokens,
+                request.expected_output_tokens,
+                self.standing(),
+                routable,
+                roomy,
+                () if len(roomy) == len(routable) else self.room.spared,
+                candidates.slots,
+                tuple(tried) if tried else (),
+                columns.copied(slot),
+                columns.predicted,
+                choice,
+                error,
+                outlook,
+            )
             columns.predict_chosen(slot, prompt_tokens, now_s)
             plan: Plan | None = None
             considered: Plan | Difference | None = None
@@ -282,14 +331,26 @@ class Router:
                 slo.explain(choice, outlook, len(slots), targets, now_s)
         finally:
             columns.clear()
-        own_s, ttft_s = columns.own_prefill_s[slot], columns.predicted_ttft_s[slot]
+        decision.slot, decision.final, decision.plan, decision.considered = slot, choice, plan, considered
+        decision.cached_tokens, decision.memory_wait_s = cached_tokens, wait_s
+        decision.own_prefill_s, decision.ttft_s = columns.own_prefill_s[slot], columns.predicted_ttft_s[slot]
+        decision.ahead_s = columns.candidates.prefill_s[slot]
+        return decision
+
+    def _charge(self, query: Query, decision: Decision) -> Assignment:
+        """Enter an attempt with the replica it goes to."""
+        fleet, slot, plan, now_s = self.fleet, decision.slot, decision.plan, decision.now_s
+        request, key, prompt_tokens, targets = query.request, query.key, decision.prompt_tokens, query.targets
+        cached_tokens, own_s, ttft_s = decision.cached_tokens, decision.own_prefill_s, decision.ttft_s
+        if decision.error is not None:
+            self.fallback.decided(query.pool)
         expected_cached_tokens, hand_off = cached_tokens, None
         if plan is not None:
             # What the decode engine reports as cached is what the prefill engine found.
             ttft_s, expected_cached_tokens = plan.ttft_s, plan.matched_tokens
             hand_off = self._hand_off(query, plan, now_s)
-        if considered is not None:
-            self.hand_offs.considered(query.pool, considered, now_s)
+        if decision.considered is not None:
+            self.hand_offs.considered(query.pool, decision.considered, now_s)
         replica = fleet.by_slot[slot]
         assert replica is not None, "a policy chose a slot that is not a candidate"
         ticket = self.ledger.start(
@@ -313,15 +374,14 @@ class Router:
         work = None
         if hand_off is not None:
             own_s = 0.0
-        elif not wait_s:
-            work = self.predictor.work(slot, columns.candidates.prefill_s[slot] + own_s, ttft_s)
+        elif not decision.memory_wait_s:
+            work = self.predictor.work(slot, decision.ahead_s + own_s, ttft_s)
         return Assignment(
             self,
             query,
             replica,
-            choice,
-            policy.name,
-            now_s,
+            decision,
+            self._policy.name,
             int(expected_cached_tokens),
             ttft_s,
             own_s,
@@ -330,15 +390,12 @@ class Router:
             promise,
             self.memory.start(slot, tail_tokens, request.expected_output_tokens),
             self.ejector.begin(replica),
-            not tried,
-            outlook,
-            slo.tpot_s[slot] if targets is not None and targets.tpot_s is not None else None,
+            self.slo.tpot_s[slot] if targets is not None and targets.tpot_s is not None else None,
             hand_off,
         )
 
-    def _choose_by_load(self, pool: str, error: float, request: Request, candidates: Candidates) -> Choice:
+    def _choose_by_load(self, error: float, request: Request, candidates: Candidates) -> Choice:
         """Choose by counts and tokens, because the pool's predictions have been wrong."""
-        self.fallback.decided(pool)
         choice = self._by_load.choose(request, candidates)
         choice.reason = f"fallback to load, predictions being off by {100.0 * error:.0f} %; {choice.reason}"
         choice.terms = {**choice.terms, "prediction_error": error}
@@ -388,10 +445,10 @@ class Router:
 
     def _promise(self, slot: int, key: PromptKey) -> Promise:
         """Enter a prompt into the map; the engine will tell whether what it promised was there."""
-        record = self.index.insert(slot, key.hashes)
+        record = self.index.insert(slot, key.hashes, key.continued_hash)
         # A medium is 16 bytes here and any number of tokens there; positions cannot be converted.
         judged = not key.media and not key.computed_anew
-        return self.feedback.promise(record, key.canonical_bytes if judged else 0)
+        return self.feedback.promise(record, key.canonical_bytes if judged else 0, key.continued_bytes)
 
     def learn(self, query: Query, prompt_tokens: int | None, completion_tokens: int | None) -> None:
         """Take in what the engine reported of a request.
@@ -415,7 +472,14 @@ class Router:
 
     # -- the fleet changes
 
+    def standing(self) -> Standing:
+        """Return what is known of the replicas; the same object until that changes."""
+        if self._standing is None:
+            self._standing = Standing(self.fleet)
+        return self._standing
+
     def _changed(self, change: Change, replica: Replica) -> None:
+        self._standing = None
         if change is Change.ADDED:
             self._open(replica)
         elif change is Change.REMOVED:

@@ -140,6 +140,12 @@ class Tightest:
     def __init__(self) -> None:
         self._pools: dict[str, tuple[float, float, float]] = {}
 
+    def copy(self) -> "Tightest":
+        """Return another that has seen the same."""
+        other = Tightest()
+        other._pools.update(self._pools)
+        return other
+
     def see(self, pool: str, target_s: float, now_s: float) -> float:
         """Take in a target; return the tightest of late, this one included."""
         began_s, now_least_s, before_s = self._pools.get(pool, (now_s, inf, inf))
@@ -150,6 +156,9 @@ class Tightest:
         now_least_s = min(now_least_s, target_s)
         self._pools[pool] = (began_s, now_least_s, before_s)
         return min(now_least_s, before_s)
+
+
+SloState = tuple[Tightest, list[float], list[int]]
 
 
 class SloFilter:
@@ -183,6 +192,14 @@ class SloFilter:
         self._doubt: list[float] = []
         self._doubt_at: list[int] = []
         self.use(SloRules())
+
+    def state(self) -> SloState:
+        """Return what `narrow` changes, to put it back with `restore`."""
+        return self._tightest.copy(), list(self._doubt), list(self._doubt_at)
+
+    def restore(self, state: SloState) -> None:
+        """Be as if `narrow` had not been called since `state` was."""
+        self._tightest, self._doubt, self._doubt_at = state
 
     def use(self, rules: SloRules) -> None:
         """Put other rules in force; requests already read keep their targets."""

@@ -1,0 +1,257 @@
+"""A decision taken apart for people: every candidate with its load and its cost, who was left out, and one sentence.
+
+Everything comes from what the decision kept (`gateway.routing.decision`), so it is about that moment, and not about
+the fleet as it is now. Costs are worked out here, by the policy's own code. What comes out is JSON's own types.
+"""
+
+from typing import Any
+
+from gateway.routing.decision import COPIED, Decision, Standing
+from policies.cost_terms import TTFT, CostTerms
+from policies.types import Candidates, Column, Request
+
+MOST_SHOWN = 24
+"""Candidates of a decision that are given with all their numbers: the cheapest, and the one chosen."""
+
+ALIKE = 0.02
+"""As the default policy: costs that differ by less decide nothing."""
+
+_WORDS = {
+    TTFT: "first token",
+    "prefill_work": "price of its prefill work",
+    "queue": "requests waiting behind it",
+    "eviction": "what its full cache would have to drive out",
+    "decode_delay": "delay of the answers running there",
+    "batch": "size of its batch",
+    "memory": "KV memory it does not have",
+    "memory_wait": "wait for KV memory, which counts little",
+}
+
+
+def explained(decision: Decision) -> list[dict[str, Any]]:
+    """Explain the decisions about a request's attempts, the first one first.
+
+    Args:
+        decision: about the last attempt.
+    """
+    found: list[Decision] = []
+    each: Decision | None = decision
+    while each is not None:
+        found.append(each)
+        each = each.before
+    return [explain(one) for one in reversed(found)]
+
+
+def explain(decision: Decision) -> dict[str, Any]:
+    """Explain one decision."""
+    standing = decision.standing.replicas
+    candidates = _candidates(decision)
+    chosen = next(one for one in candidates if one["chosen"])
+    shown = candidates[:MOST_SHOWN]
+    if chosen not in shown:
+        shown = [*shown[:-1], chosen]
+    by_load = decision.error is not None
+    return {
+        "policy": decision.policy.name,
+        "fallback_to_load": by_load,
+        "model": decision.model,
+        "prompt_tokens": round(decision.prompt_tokens),
+        "expected_output_tokens": round(decision.output_tokens),
+        "replica": standing[decision.slot][0],
+        "url": standing[decision.slot][1],
+        "reason": decision.final.reason,
+        "terms": dict(decision.final.terms),
+        "why": in_words(decision, candidates),
+        "expected_cached_tokens": int(decision.plan.matched_tokens if decision.plan else decision.cached_tokens),
+        "predicted_ttft_s": decision.plan.ttft_s if decision.plan else decision.ttft_s,
+        "latency_targets": decision.outlook,
+        "candidates": shown,
+        "candidates_not_shown": len(decision.roomy if _shortlisted(decision) else candidates) - len(shown),
+        "left_out": left_out(decision),
+        "hand_off": _hand_off(decision),
+        "failure": decision.failure,
+    }
+
+
+def left_out(decision: Decision) -> list[dict[str, str]]:
+    """Return the replicas that could not be chosen, and why; those that were not even served by name included."""
+    choosable = set(decision.roomy if _shortlisted(decision) else decision.slots)
+    plan = decision.plan
+    if plan is not None:
+        choosable |= {plan.prefill_slot, plan.decode_slot}
+    routable, roomy = set(decision.routable), set(decision.roomy)
+    in_flight = decision.copy.columns[0] if decision.copy.slots is None else ()
+    found = []
+    for slot, (name, url, role, models, limit, state) in decision.standing.replicas.items():
+        if slot in choosable:
+            continue
+        if slot in decision.tried:
+            why = "already tried for this request"
+        elif slot in roomy:
+            why = "kept for requests with tighter latency targets, or does not keep this one's"
+            if decision.outlook is None:
+                why = "waits for KV of a hand-off, which a long prompt would hold up"
+        elif slot in routable:
+            why = "warming up (slow start)"
+            if limit is not None and (slot >= len(in_flight) or in_flight[slot] >= limit):
+                why = f"saturated: at its limit of {limit} requests"
+            elif slot in decision.spared:
+                why = "asked for a pause (429 or 503)"
+        else:
+            why = why_not(decision.model, role, models, state)
+        found.append({"replica": name, "url": url, "why": why})
+    return found
+
+
+def standing_now(standing: Standing, model: str | None) -> list[dict[str, str]]:
+    """Return all replicas with what keeps each from requests for a model, "" where nothing does."""
+    return [
+        {"replica": name, "url": url, "why": why_not(model, role, models, state, prefill_serves=True)}
+        for name, url, role, models, _, state in standing.replicas.values()
+    ]
+
+
+def why_not(model: str | None, role: str, models: frozenset[str], state: str, *, prefill_serves: bool = False) -> str:
+    """Say what keeps a replica from the requests for a model.
+
+    Args:
+        model: the name requests are routed by; None for any.
+        role: of the replica.
+        models: what it serves.
+        state: what else keeps it, or "".
+        prefill_serves: prefill replicas serve whole requests as well.
+    """
+    if model is not None and model not in models:
+        return f"does not serve {model}"
+    if state:
+        return state
+    if role == "prefill" and not prefill_serves:
+        return "wrong role: prefill only"
+    return "" if prefill_serves else "not routable at that moment"
+
+
+def in_words(decision: Decision, candidates: list[dict[str, Any]]) -> str:
+    """Say in one sentence why it went where it went.
+
+    Args:
+        decision: which.
+        candidates: of it, the cheapest first.
+    """
+    chosen = next(one for one in candidates if one["chosen"])
+    prompt = round(decision.prompt_tokens)
+    facts = [f"holds {round(chosen['matched_tokens']):,} of {prompt:,} prompt tokens"] if prompt else []
+    others = [one for one in candidates if not one["chosen"]]
+    if not others:
+        facts.append("it was the only candidate")
+    elif chosen["cost"] is None:
+        facts.append(decision.choice.reason)
+    else:
+        facts.append(_against(chosen, others[0], decision))
+    words = f"{chosen['replica']}: {'; '.join(facts)}"
+    plan = decision.plan
+    if plan is not None:
+        prefill, decode = (decision.standing.replicas[slot][0] for slot in (plan.prefill_slot, plan.decode_slot))
+        words = (
+            f"{prefill} computes the prompt and {decode} answers, which costs {plan.cost_s:.3f} s against "
+            f"{plan.whole_cost_s:.3f} s with all of it on {chosen['replica']}"
+        )
+        if decision.final.reason != "prefill elsewhere costs less":
+            words += f" ({decision.final.reason})"
+    return words
+
+
+def _against(chosen: dict[str, Any], other: dict[str, Any], decision: Decision) -> str:
+    """Compare with the cheapest of the others."""
+    mine, its, name = chosen["cost"]["total"], other["cost"]["total"], other["replica"]
+    unit = chosen["cost"]["unit"]
+    if its < mine or (mine == its):
+        if its < mine and its < mine * (1.0 - ALIKE):
+            return decision.choice.reason
+        return f"drawn at random among those that cost as much: next to it {name}"
+    sooner_s = None
+    if chosen["predicted_ttft_s"] is not None:
+        sooner_s = other["predicted_ttft_s"] - chosen["predicted_ttft_s"]
+    if sooner_s is None or not unit:
+        return f"{decision.choice.reason}: {mine:g}{unit} against {its:g}{unit} on the next best, {name}"
+    if sooner_s > 0.0:
+        words = f"first token predicted {_time(sooner_s)} sooner than on the next best, {name}"
+    elif sooner_s == 0.0:
+        words = f"first token predicted as soon as on the next best, {name}"
+    else:
+        words = f"first token predicted {_time(-sooner_s)} later than on the next best, {name}"
+    terms, its_terms = chosen["cost"]["terms"], other["cost"]["terms"]
+    saved = {key: its_terms.get(key, 0.0) - terms.get(key, 0.0) for key in {*terms, *its_terms} if key != TTFT}
+    most = max(saved, key=lambda key: saved[key], default=None)
+    if most is not None and saved[most] > max(sooner_s, 0.0):
+        words += f", and {_time(saved[most])} less for the {_WORDS[most]}"
+    return f"{words}; {_time(its - mine)} cheaper in all"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{1000.0 * seconds:.{0 if seconds >= 0.01 else 2}f} ms"
+
+
+def _shortlisted(decision: Decision) -> bool:
+    return "evaluated" in decision.choice.terms
+
+
+def _candidates(decision: Decision) -> list[dict[str, Any]]:
+    """Return what was known of each candidate, the cheapest first."""
+    copy, standing = decision.copy, decision.standing.replicas
+    count = max(len(column) for column in copy.columns)
+    view = Candidates(slots=())
+    for column, values in zip(COPIED, copy.columns, strict=True):
+        setattr(view, column, values or (0.0,) * count)
+    known = {column for column, values in zip(COPIED, copy.columns, strict=True) if values}
+    at = {slot: slot for slot in decision.slots}
+    if copy.slots is not None:
+        at = {slot: position for position, slot in enumerate(copy.slots)}
+    request = Request(decision.prompt_tokens, decision.output_tokens, now_s=decision.now_s)
+    terms = CostTerms(decision.policy, decision.choice.terms)
+    found: list[dict[str, Any]] = []
+    for slot, position in at.items():
+        parts = terms.of(request, view, position)
+        cost = None
+        if terms.unit is not None:
+            cost = {"total": sum(parts.values()), "unit": terms.unit, "terms": parts}
+        capacity = view.kv_capacity_tokens[position]
+        found.append(
+            {
+                "replica": standing[slot][0],
+                "url": standing[slot][1],
+                "chosen": slot == decision.choice.slot,
+                "matched_tokens": view.matched_tokens[position],
+                "uncached_tokens": decision.prompt_tokens - view.matched_tokens[position],
+                "in_flight": view.in_flight[position],
+                "running_decodes": view.decodes[position],
+                "prefill_tokens_ahead": view.prefill_tokens[position],
+                "prefill_ahead_s": view.prefill_s[position] if Column.PREFILL_S in known else None,
+                "kv_use": view.kv_tokens[position] / capacity if capacity else None,
+                "kv_room_tokens": view.kv_room_tokens[position],
+                "cache_full": bool(view.cache_full[position]),
+                "own_prefill_s": view.own_prefill_s[position] if decision.predicted else None,
+                "predicted_ttft_s": view.predicted_ttft_s[position] if decision.predicted else None,
+                "memory_wait_s": view.memory_wait_s[position] if decision.predicted else None,
+                "decode_delay_s": view.decode_delay_s[position] if decision.predicted else None,
+                "decode_step_s": view.decode_step_s[position] if decision.predicted else None,
+                "engine_kv_use": view.engine_kv_usage[position] if Column.ENGINE_KV_USAGE in known else None,
+                "engine_waiting": view.engine_waiting[position] if Column.ENGINE_WAITING in known else None,
+                "engine_running": view.engine_running[position] if Column.ENGINE_RUNNING in known else None,
+                "cost": cost,
+            }
+        )
+    found.sort(key=lambda one: (one["cost"]["total"] if one["cost"] else 0.0, not one["chosen"]))
+    return found
+
+
+def _hand_off(decision: Decision) -> dict[str, Any] | None:
+    plan, standing = decision.plan, decision.standing.replicas
+    if plan is None:
+        return None
+    return {
+        "prefill_replica": standing[plan.prefill_slot][0],
+        "decode_replica": standing[plan.decode_slot][0],
+        "whole_replica": standing[decision.choice.slot][0],
+        "reason": plan.reason,
+        **plan.terms(),
+    }
