@@ -100,6 +100,8 @@ class Ticket:
         if ledger._generations[slot] != self._generation:
             return
         ledger.touched.add(slot)
+        if ledger.on_progress is not None:
+            ledger.on_progress()
         ledger.decodes[slot] += 1
         ledger.context_tokens[slot] += self._context_tokens
         if phase == _WAITING:
@@ -122,6 +124,8 @@ class Ticket:
         if ledger._generations[slot] != self._generation:
             return
         ledger.touched.add(slot)
+        if ledger.on_progress is not None:
+            ledger.on_progress()
         if phase == _WAITING:
             is_head = ledger._heads[slot] is self
             ledger._release_prefill(self, now_s if is_head else None)
@@ -160,6 +164,7 @@ class LoadLedger:
         "kv_own_tokens",
         "kv_tokens",
         "on_room",
+        "on_progress",
         "on_start",
         "prefill_tokens",
         "prefill_work_s",
@@ -175,6 +180,8 @@ class LoadLedger:
         """Called when others have less in flight than before: requests may wait for that."""
         self.on_start: Callable[[Ticket, float], None] | None = None
         """Called with every request counted, and when: others may be doing the same."""
+        self.on_progress: Callable[[], None] | None = None
+        """Called when a request has shown its first token, and when one has ended."""
         self.in_flight: list[int] = []
         """Requests sent and not ended."""
         self.prefill_tokens: list[float] = []

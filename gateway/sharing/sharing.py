@@ -123,6 +123,8 @@ class Sharing:
         self._has_worked = self._stopping = False
         # Cancelling is not enough: the library may take a cancellation for its own timeout.
         self._ending = asyncio.Event()
+        self._news = asyncio.Event()
+        self.loads.on_news = self._news.set
         self._started_s = clock()
         self._positions: dict[str, str] = dict.fromkeys(self._keys.logs, "0-0")
         self._births: list[bytes | None] = [None] * shards
@@ -148,6 +150,7 @@ class Sharing:
             return
         self._stopping = True
         self._ending.set()
+        self._news.set()
         # The round last: whoever waits for it must not begin another.
         for task in (self._task, self._attempt):
             while task is not None and not task.done():
@@ -242,6 +245,7 @@ class Sharing:
             await part
         finally:
             self._ending.set()
+            self._news.set()
 
     async def _look(self, client: Client) -> None:
         """See whether the logs are those known from before."""
@@ -404,7 +408,17 @@ class Sharing:
             if written and not self.up:
                 pause_s = _FIRST_PAUSE_S
                 self._works()
-            await asyncio.sleep(self.loads.tell_every_s)
+            await self._until_next(now_s)
+
+    async def _until_next(self, now_s: float) -> None:
+        """Wait until there is something to write, and it is time."""
+        pause_s, patience_s = self.loads.pace(now_s)
+        await asyncio.sleep(pause_s)
+        if not self.prefixes.waiting_bytes and not self._retelling:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._news.wait()
+        self._news.clear()
 
     async def _write(self, client: Client, load: bytes | None, *, expires: bool = False) -> bool:
         """Write what waits, up to a tick's share, and a load entry. Nothing is lost if it fails.
@@ -488,6 +502,7 @@ class Sharing:
     # -- the fleet
 
     def _changed(self, change: Change, replica: Replica) -> None:
+        self._news.set()
         if change is Change.ADDED:
             self._reread.add((self.prefixes.shard_of(replica), replica_identity(replica.base_url)))
 

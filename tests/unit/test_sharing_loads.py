@@ -17,7 +17,7 @@ from gateway.replicas.load import NO_LOAD, Load, LoadLedger
 from gateway.replicas.registry import Fleet
 from gateway.replicas.spec import ReplicaSpec
 from gateway.sharing import messages
-from gateway.sharing.loads import EXPIRE_S, HEARTBEAT_S, LoadShare
+from gateway.sharing.loads import EXPIRE_S, HEARTBEAT_S, TELL_EVERY_S, LoadShare
 from policies.catalog import make_policy
 
 URLS = ("http://a:8000", "http://b:8000", "http://c:8000")
@@ -257,3 +257,44 @@ def test_others_that_start_little_are_expected_to_start_little() -> None:
 def test_a_burst_over_four_workers_is_spread_nearly_as_by_one(rate_per_s: float, duration_s: float) -> None:
     assert spread(1, 8, rate_per_s, duration_s, 4000, 0.03) <= 1.1
     assert spread(4, 8, rate_per_s, duration_s, 4000, 0.03) <= 1.25
+
+
+def test_news_after_a_pause_is_told_at_once_and_steady_news_at_the_usual_pace() -> None:
+    one = Worker(1, *URLS)
+    assert one.share.entry(0.0, [0]) is not None
+    waits = []
+    for _ in range(8):
+        pause_s, patience_s = one.share.pace(0.0)
+        waits.append(pause_s / TELL_EVERY_S)
+        assert pause_s + patience_s == pytest.approx(max(HEARTBEAT_S, pause_s))
+    # What has been saved up may be told at once; then one entry after the other.
+    assert waits == pytest.approx([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0])
+    assert one.share.pace(1.0)[0] == 0.0
+    now_s = 1.0
+    for _ in range(50):
+        pause_s, _ = one.share.pace(now_s)
+        now_s += pause_s
+    assert now_s == pytest.approx(1.0 + 46 * TELL_EVERY_S)
+
+
+def test_progress_is_told_while_there_is_any() -> None:
+    one = Worker(1, *URLS)
+    ticket = one.ledger.start(0, 0.0, 1000, 400, 0.25, 50)
+    one.share.entry(0.0, [0])
+    assert one.share.pace(0.0) == (0.0, 2 * TELL_EVERY_S)
+    ticket.first_token(0.05)
+    one.share.entry(0.05, [0])
+    assert one.share.pace(0.05)[1] == pytest.approx(HEARTBEAT_S - 0.05)
+
+
+def test_starts_first_tokens_and_ends_are_news() -> None:
+    one = Worker(1, *URLS)
+    news: list[int] = []
+    one.share.on_news = lambda: news.append(len(news))
+    ticket = one.ledger.start(0, 0.0, 1000, 400, 0.25, 50)
+    assert len(news) == 1
+    ticket.first_token(0.1)
+    assert len(news) == 2
+    ticket.finish(0.2)
+    ticket.finish(0.3)
+    assert len(news) == 3
