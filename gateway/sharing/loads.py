@@ -24,7 +24,7 @@ TELL_EVERY_S_PER_WORKER = 0.005
 _PROGRESS_EVERY = 2.0
 """How many times that passes before it is told again how far prompts are, if nothing else has happened."""
 _SAVED = 4.0
-"""Entries that a worker may write at once after a pause: where little happens, others hear of it within milliseconds."""
+"""Entries that a worker may write at once after a pause: where little happens, others hear of it in milliseconds."""
 
 _EXPECTED_FOR_S = 0.03
 """An expectation is given up between one and two times this later; about how long it takes to hear from others."""

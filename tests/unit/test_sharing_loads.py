@@ -274,7 +274,7 @@ def test_news_after_a_pause_is_told_at_once_and_steady_news_at_the_usual_pace() 
     for _ in range(50):
         pause_s, _ = one.share.pace(now_s)
         now_s += pause_s
-    assert now_s == pytest.approx(1.0 + 46 * TELL_EVERY_S)
+    assert now_s == pytest.approx(1.0 + 47 * TELL_EVERY_S)
 
 
 def test_progress_is_told_while_there_is_any() -> None:
