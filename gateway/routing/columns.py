@@ -6,7 +6,7 @@ ones are scratch space, valid only while a policy chooses. Scraped ones are copi
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
+from operator import itemgetter
 
 from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex
@@ -43,7 +43,7 @@ _MOST_MATCHED = 32
 _ENGINES_AT_ONCE = 64
 
 _COPIED_AT_MOST = 64
-"""Candidates of a large fleet whose columns are copied."""
+"""Replicas up to which columns are copied as a whole, and candidates of a larger fleet that are."""
 
 _ENGINE_COLUMNS = frozenset({Column.ENGINE_WAITING, Column.ENGINE_RUNNING, Column.ENGINE_KV_USAGE})
 _PREDICTED_COLUMNS = frozenset(
@@ -100,6 +100,9 @@ class Columns:
         self._running: list[int] = []
         self._kv_usage: list[float] = []
         self._cache_full: list[bool] = []
+        # Shared by all decisions between two reads of the engines.
+        self._full_copy: tuple[bool, ...] = ()
+        self._kv_usage_copy: tuple[float, ...] = ()
         self._waits: list[int] = []
         self._key: PromptKey | None = None
         self._scraped_at_s: list[float | None] = []
@@ -164,6 +167,7 @@ class Columns:
             self._cache_full.append(False)
             self.block_tokens.append(ENGINE_BLOCK_TOKENS)
             self._names.append("")
+        self._full_copy, self._kv_usage_copy = tuple(self._cache_full), tuple(self._kv_usage)
         self._names[slot] = name
         self._waiting[slot], self._running[slot], self._kv_usage[slot] = 0, 0, 0.0
 
@@ -295,34 +299,31 @@ class Columns:
         Args:
             chosen: the slot that was chosen; of a large fleet, it is among those whose columns are copied.
         """
-        ledger, memory, none = self._ledger, self._memory, ()
-        predicted = self._predicted
-        columns: tuple[Sequence[Any], ...] = (
-            ledger.in_flight,
-            ledger.decodes,
-            ledger.prefill_tokens,
-            ledger.kv_tokens,
-            memory.capacity_tokens,
-            memory.room_tokens,
-            self._cache_full,
-            self.matched_tokens if self._matched or self._matched_by_tokens else none,
-            self.memory_wait_s if self._waits else none,
-            self._ahead_s if self._reads_ahead else none,
-            self.own_prefill_s if predicted else none,
-            self.predicted_ttft_s if predicted else none,
-            self._delay_s if predicted else none,
-            self._batch_cost_s if predicted else none,
-            self._step_s if predicted else none,
-            self._kv_usage if self._reads_engine else none,
-            self._waiting if self._reads_scraped else none,
-            self._running if self._reads_scraped else none,
-        )
-        if len(self._names) <= self.all_up_to:
-            return Copy(None, tuple([tuple(column) for column in columns]))
+        ledger, full, kv_usage = self._ledger, self._full_copy, self._kv_usage_copy
+        matched: Sequence[float] = self.matched_tokens if self._matched or self._matched_by_tokens else ()
+        waits: Sequence[float] = self.memory_wait_s if self._waits else ()
+        room, ahead_s = self._memory.room_tokens, self._ahead_s if self._reads_ahead else []
         slots = self._looked_at if self._walk is not None else self.candidates.slots
-        if len(slots) > _COPIED_AT_MOST:
-            slots = [*slots[: _COPIED_AT_MOST - 1], chosen]
-        return Copy(slots, tuple([tuple([column[slot] for slot in slots]) if column else () for column in columns]))
+        if len(self._names) > _COPIED_AT_MOST:
+            if len(slots) > _COPIED_AT_MOST:
+                slots = [*slots[: _COPIED_AT_MOST - 1], chosen]
+            # One more, because of one item alone no tuple would be made.
+            take = itemgetter(*slots, chosen)
+            return Copy(slots, False, tuple([take(column) if column else () for column in (
+                ledger.in_flight, ledger.decodes, ledger.prefill_tokens, room, full, kv_usage, matched, waits, ahead_s,
+                *self._predictions(),
+            )]))  # fmt: skip
+        own_s, ttft_s, delay_s, batch_cost_s = self._predictions()
+        return Copy(slots, True, (
+            tuple(ledger.in_flight), tuple(ledger.decodes), tuple(ledger.prefill_tokens), tuple(room), full, kv_usage,
+            tuple(matched), tuple(waits), tuple(ahead_s), tuple(own_s), tuple(ttft_s), tuple(delay_s),
+            tuple(batch_cost_s),
+        ))  # fmt: skip
+
+    def _predictions(self) -> tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]:
+        if not self._predicted:
+            return (), (), (), ()
+        return self.own_prefill_s, self.predicted_ttft_s, self._delay_s, self._batch_cost_s
 
     def clear(self) -> None:
         """Forget the matches of the last request."""
@@ -435,3 +436,4 @@ class Columns:
                     self._scraped_at_s[slot] = kv.scraped_at_s
                     if kv.kv_usage is not None and kv.waiting == 0:
                         self._memory.saw_usage(slot, kv.kv_usage, now_s)
+        self._full_copy, self._kv_usage_copy = tuple(self._cache_full), tuple(self._kv_usage)

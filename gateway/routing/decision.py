@@ -17,10 +17,9 @@ COPIED = (
     Column.IN_FLIGHT,
     Column.DECODES,
     Column.PREFILL_TOKENS,
-    Column.KV_TOKENS,
-    Column.KV_CAPACITY_TOKENS,
     Column.KV_ROOM_TOKENS,
     Column.CACHE_FULL,
+    Column.ENGINE_KV_USAGE,
     Column.MATCHED_TOKENS,
     Column.MEMORY_WAIT_S,
     Column.PREFILL_S,
@@ -28,10 +27,6 @@ COPIED = (
     Column.PREDICTED_TTFT_S,
     Column.DECODE_DELAY_S,
     Column.BATCH_COST_S,
-    Column.DECODE_STEP_S,
-    Column.ENGINE_KV_USAGE,
-    Column.ENGINE_WAITING,
-    Column.ENGINE_RUNNING,
 )
 """The order of `Copy.columns`."""
 
@@ -40,14 +35,16 @@ class Copy:
     """The columns of one moment.
 
     Attributes:
-        slots: whose values they hold, in this order; None for all slots from 0.
+        slots: the candidates that were looked at; of many, not all.
+        whole: columns are indexed by slot; else by position in `slots`.
         columns: in the order of `COPIED`; an empty one had not been filled, or was zero everywhere.
     """
 
-    __slots__ = ("columns", "slots")
+    __slots__ = ("columns", "slots", "whole")
 
-    def __init__(self, slots: Sequence[int] | None, columns: tuple[Sequence[Any], ...]) -> None:
+    def __init__(self, slots: Sequence[int], whole: bool, columns: tuple[Sequence[Any], ...]) -> None:
         self.slots = slots
+        self.whole = whole
         self.columns = columns
 
 
@@ -56,11 +53,13 @@ class Standing:
 
     Attributes:
         replicas: by slot: name, URL, role, models, most requests at a time, and what keeps it from requests, or "".
+        capacity_tokens: KV memory, by slot.
     """
 
-    __slots__ = ("replicas",)
+    __slots__ = ("capacity_tokens", "replicas")
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, capacity_tokens: Sequence[float]) -> None:
+        self.capacity_tokens = tuple(capacity_tokens)
         self.replicas: dict[int, tuple[str, str, str, frozenset[str], int | None, str]] = {}
         for replica in fleet.by_slot:
             if replica is not None:

@@ -66,7 +66,7 @@ def explain(decision: Decision) -> dict[str, Any]:
         "predicted_ttft_s": decision.plan.ttft_s if decision.plan else decision.ttft_s,
         "latency_targets": decision.outlook,
         "candidates": shown,
-        "candidates_not_shown": len(decision.roomy if _shortlisted(decision) else candidates) - len(shown),
+        "candidates_not_shown": len(decision.roomy if _shortlisted(decision) else decision.slots) - len(shown),
         "left_out": left_out(decision),
         "hand_off": _hand_off(decision),
         "failure": decision.failure,
@@ -80,7 +80,7 @@ def left_out(decision: Decision) -> list[dict[str, str]]:
     if plan is not None:
         choosable |= {plan.prefill_slot, plan.decode_slot}
     routable, roomy = set(decision.routable), set(decision.roomy)
-    in_flight = decision.copy.columns[0] if decision.copy.slots is None else ()
+    in_flight = decision.copy.columns[0] if decision.copy.whole else ()
     found = []
     for slot, (name, url, role, models, limit, state) in decision.standing.replicas.items():
         if slot in choosable:
@@ -198,14 +198,13 @@ def _shortlisted(decision: Decision) -> bool:
 def _candidates(decision: Decision) -> list[dict[str, Any]]:
     """Return what was known of each candidate, the cheapest first."""
     copy, standing = decision.copy, decision.standing.replicas
-    count = max(len(column) for column in copy.columns)
-    view = Candidates(slots=())
+    count = max(map(len, copy.columns))
+    capacity = decision.standing.capacity_tokens
+    at = {slot: slot if copy.whole else position for position, slot in enumerate(copy.slots)}
+    view = Candidates(slots=(), kv_capacity_tokens=capacity if copy.whole else [capacity[slot] for slot in copy.slots])
     for column, values in zip(COPIED, copy.columns, strict=True):
         setattr(view, column, values or (0.0,) * count)
     known = {column for column, values in zip(COPIED, copy.columns, strict=True) if values}
-    at = {slot: slot for slot in decision.slots}
-    if copy.slots is not None:
-        at = {slot: position for position, slot in enumerate(copy.slots)}
     request = Request(decision.prompt_tokens, decision.output_tokens, now_s=decision.now_s)
     terms = CostTerms(decision.policy, decision.choice.terms)
     found: list[dict[str, Any]] = []
@@ -214,7 +213,7 @@ def _candidates(decision: Decision) -> list[dict[str, Any]]:
         cost = None
         if terms.unit is not None:
             cost = {"total": sum(parts.values()), "unit": terms.unit, "terms": parts}
-        capacity = view.kv_capacity_tokens[position]
+        memory_tokens, room_tokens = view.kv_capacity_tokens[position], view.kv_room_tokens[position]
         found.append(
             {
                 "replica": standing[slot][0],
@@ -226,17 +225,13 @@ def _candidates(decision: Decision) -> list[dict[str, Any]]:
                 "running_decodes": view.decodes[position],
                 "prefill_tokens_ahead": view.prefill_tokens[position],
                 "prefill_ahead_s": view.prefill_s[position] if Column.PREFILL_S in known else None,
-                "kv_use": view.kv_tokens[position] / capacity if capacity else None,
-                "kv_room_tokens": view.kv_room_tokens[position],
+                "kv_use": view.engine_kv_usage[position] if Column.ENGINE_KV_USAGE in known else None,
+                "kv_committed": (memory_tokens - room_tokens) / memory_tokens if memory_tokens else None,
                 "cache_full": bool(view.cache_full[position]),
                 "own_prefill_s": view.own_prefill_s[position] if decision.predicted else None,
                 "predicted_ttft_s": view.predicted_ttft_s[position] if decision.predicted else None,
                 "memory_wait_s": view.memory_wait_s[position] if decision.predicted else None,
                 "decode_delay_s": view.decode_delay_s[position] if decision.predicted else None,
-                "decode_step_s": view.decode_step_s[position] if decision.predicted else None,
-                "engine_kv_use": view.engine_kv_usage[position] if Column.ENGINE_KV_USAGE in known else None,
-                "engine_waiting": view.engine_waiting[position] if Column.ENGINE_WAITING in known else None,
-                "engine_running": view.engine_running[position] if Column.ENGINE_RUNNING in known else None,
                 "cost": cost,
             }
         )

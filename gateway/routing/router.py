@@ -475,7 +475,7 @@ class Router:
     def standing(self) -> Standing:
         """Return what is known of the replicas; the same object until that changes."""
         if self._standing is None:
-            self._standing = Standing(self.fleet)
+            self._standing = Standing(self.fleet, self.memory.capacity_tokens)
         return self._standing
 
     def _changed(self, change: Change, replica: Replica) -> None:
@@ -547,3 +547,4 @@ class Router:
         ratio = self.tokens.ratio(pool)
         self.feedback.set_capacity(replica.slot, int(capacity / ratio), block_tokens)
         self.memory.set_capacity(replica.slot, float(capacity), ratio)
+        self._standing = None
