@@ -30,6 +30,7 @@ from gateway.prompt.tokens import TokensPerByte
 from gateway.proxy.admission import AdmissionQueue
 from gateway.proxy.limits import PlaneLimits
 from gateway.proxy.plane import DataPlane
+from gateway.proxy.recent import Recent
 from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.proxy.routes import Routes
@@ -305,6 +306,7 @@ class Gateway:
             request_log=self._request_log,
             replica_tls=tls,
             asks_usage=prefixes.ask_usage,
+            recent=Recent(config.logging.decisions) if config.logging.decisions else None,
         )
         ledger.on_room = self.plane.queue.room_may_be
         key = config.admin.key

@@ -345,6 +345,9 @@ class Logging(_Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     requests: bool = True
     """One JSON line per request on standard output."""
+    decisions: int = Field(1024, ge=0, le=1_000_000)
+    """Requests that each worker keeps in memory after their end, with all that was weighed for them, for `warmgate
+    explain`: some 4 KB each with 8 replicas. 0 keeps none."""
 
 
 class Paths(_Section):

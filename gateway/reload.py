@@ -23,7 +23,12 @@ being written is left alone."""
 
 # What is built once, with sockets, threads or loops behind it.
 _FIXED_SECTIONS = ("listen", "admin", "prefixes", "health", "breaker", "scrape", "redis", "kv_events", "tokenizer")
-_FIXED_OPTIONS = (("routing", "token_budget"), ("routing", "session_header"), ("logging", "requests"))
+_FIXED_OPTIONS = (
+    ("routing", "token_budget"),
+    ("routing", "session_header"),
+    ("logging", "requests"),
+    ("logging", "decisions"),
+)
 
 
 @dataclass(frozen=True, slots=True)

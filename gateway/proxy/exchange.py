@@ -293,6 +293,9 @@ class Exchange:
         return True
 
     def _attempt(self, assignment: Assignment) -> None:
+        before = self.assignment
+        if before is not None:
+            assignment.decision.before = before.decision
         self.assignment = assignment
         self.attempts += 1
         self._tried.append(assignment.slot)
@@ -343,6 +346,7 @@ class Exchange:
             logger.exception("request %s cannot be routed again", self.request_id.decode("latin-1"))
             self.broken_inside()
             return
+        assignment.decision.failure = cause
         self._detach(Verdict.CANCELLED, keep_prefix=False)
         self.attempts -= 1
         self._attempt(following)
@@ -428,7 +432,7 @@ class Exchange:
                 return
             if cause is Cause.BUSY and self.assignment is not None:
                 self._plane.replica_busy(self.assignment, head.retry_after)
-            if self._retry_elsewhere(failures.TABLE[Phase.HELD, cause]):
+            if self._retry_elsewhere(failures.TABLE[Phase.HELD, cause], cause):
                 return
         reply = self._reply = Reply(
             head,
@@ -547,7 +551,7 @@ class Exchange:
                 return
             action = rule.otherwise
         elif action is Action.RETRY_ELSEWHERE:
-            if self._retry_elsewhere(rule):
+            if self._retry_elsewhere(rule, cause):
                 return
             action = rule.otherwise
         gave_up = cause is Cause.CLIENT_LEFT or cause is Cause.DEADLINE
@@ -578,7 +582,7 @@ class Exchange:
         self._connect()
         return True
 
-    def _retry_elsewhere(self, rule: failures.Rule) -> bool:
+    def _retry_elsewhere(self, rule: failures.Rule, cause: Cause) -> bool:
         """Start another attempt on a replica that has not been tried, if all that limits retries allows it."""
         plane = self._plane
         if not self._replayable() or self.query is None or not plane.may_retry(self):
@@ -592,6 +596,8 @@ class Exchange:
             logger.exception("request %s cannot be routed again", self.request_id.decode("latin-1"))
             return False
         plane.retried(self)
+        if self.assignment is not None:
+            self.assignment.decision.failure = cause
         self._detach(rule.verdict, keep_prefix=False)
         self._attempt(assignment)
         return True

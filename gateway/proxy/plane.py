@@ -28,6 +28,7 @@ from gateway.proxy.limits import PlaneLimits
 from gateway.proxy.listener import Arrivals, Listener, bind, listen
 from gateway.proxy.outcome import Outcome
 from gateway.proxy.record import count, log_record
+from gateway.proxy.recent import Recent
 from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.proxy.routes import Routes
@@ -58,6 +59,7 @@ class DataPlane:
         router, routes, limits, tally, queue: what their names say.
         draining: no connection is kept alive any more.
         asks_usage: replicas are asked for the usage of all streams.
+        recent: requests that have ended; None to keep none.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class DataPlane:
         request_log: RequestLog | None = None,
         replica_tls: ssl.SSLContext | None = None,
         asks_usage: bool = False,
+        recent: Recent | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wire the data plane.
@@ -94,6 +97,7 @@ class DataPlane:
             request_log: where request lines go; None for nowhere.
             replica_tls: context for https replicas.
             asks_usage: ask replicas for the usage of streams whose clients do not.
+            recent: keeps requests that have ended, with the decisions about them; None keeps none.
             now: monotonic clock.
         """
         self.router = router
@@ -105,6 +109,7 @@ class DataPlane:
         self.token_source: TokenSource | None = None
         """Where the tokens of prompts come from; None: nowhere."""
         self.asks_usage = asks_usage
+        self.recent = recent
         self.queue = queue or AdmissionQueue(0)
         self._budget = budget
         self._schedule = schedule
@@ -303,8 +308,18 @@ class DataPlane:
         now_s = self.now()
         assignment = exchange.assignment
         count(exchange, tally, now_s, self.metric_name(assignment.replica) if assignment is not None else "")
-        if self._request_log is not None and exchange.outcome is not Outcome.LOCAL:
-            self._request_log.add(log_record(exchange, now_s))
+        log, recent = self._request_log, self.recent
+        if exchange.outcome is not Outcome.LOCAL and (log is not None or recent is not None):
+            record = log_record(exchange, now_s)
+            if log is not None:
+                log.add(record)
+            if recent is not None:
+                recent.add(record, assignment.decision if assignment is not None else None, now_s)
+
+    def under_way(self, request_id: str) -> Exchange | None:
+        """Return the request with an id that has not ended, the last one if there are several."""
+        wanted = request_id.encode("latin-1", "replace")
+        return next((each for each in reversed(self._exchanges) if each.request_id == wanted), None)
 
     def replica_active(self, slot: int, within_s: float = 2.0) -> bool:
         """Say whether bytes of a replica's answers have passed lately; asked only when its health is in doubt."""
