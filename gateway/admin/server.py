@@ -14,6 +14,8 @@ from gateway.version import VERSION
 
 _DASHBOARD = resources.files("gateway.admin").joinpath("dashboard.html").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+_MAX_BODY_BYTES = 128 << 20
+"""Of a request that is to be rehearsed."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -35,7 +37,7 @@ class AdminServer:
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
-        application = web.Application(middlewares=[self._guard])
+        application = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
         application.router.add_get("/", self._dashboard)
         application.router.add_get("/metrics", self._metrics)
         application.router.add_get("/health", self._health)
@@ -43,6 +45,8 @@ class AdminServer:
         application.router.add_get("/admin/replicas", self._replicas)
         application.router.add_get("/admin/workers", self._workers)
         application.router.add_get("/admin/config", self._show_config)
+        application.router.add_get("/admin/decisions/{id:.+}", self._explain)
+        application.router.add_post("/admin/rehearsal", self._rehearse)
         return application
 
     def use_config(self, config: dict[str, Any]) -> None:
@@ -107,3 +111,13 @@ class AdminServer:
 
     async def _show_config(self, request: web.Request) -> web.Response:
         return web.json_response(self._config)
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        answer = await self._view.explain(request.match_info["id"])
+        return web.json_response(answer, status=200 if answer["found"] else 404)
+
+    async def _rehearse(self, request: web.Request) -> web.Response:
+        """The body is the request's own, and so are its headers; `path` says where it would be sent."""
+        path = request.query.get("path", "/v1/chat/completions")
+        answer = await self._view.rehearse(path, dict(request.headers), await request.read())
+        return web.json_response(answer)

@@ -5,13 +5,14 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector
 from prometheus_client.registry import Collector
 
+from gateway.admin.explain import Explainer
 from gateway.admin.merge import Merged, Page, gathered, rendered
 from gateway.admin.metrics import GatewayCollector, WorkerCollector
 from gateway.proxy.plane import DataPlane
@@ -36,6 +37,12 @@ class AdminView(Protocol):
     async def workers(self) -> list[dict[str, Any]]:
         """Return the worker processes."""
 
+    async def explain(self, request_id: str) -> dict[str, Any]:
+        """Return why a request went where it did, see `gateway.admin.explain`."""
+
+    async def rehearse(self, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+        """Return where a request would go now, see `gateway.admin.explain`."""
+
 
 def resident_bytes() -> int:
     """Return the memory this process has in RAM; where the system does not tell, the most it ever had."""
@@ -47,7 +54,11 @@ def resident_bytes() -> int:
 
 
 class GatewayView:
-    """The view of one process."""
+    """The view of one process.
+
+    Attributes:
+        explainer: explains its decisions.
+    """
 
     def __init__(self, plane: DataPlane, ejector: Ejector, worker: int = 1) -> None:
         """Look at a gateway.
@@ -60,6 +71,7 @@ class GatewayView:
         self._plane = plane
         self._ejector = ejector
         self._worker = worker
+        self.explainer = Explainer(plane, worker)
         self._started_s = time.monotonic()
         self._registry = process_registry()
         self._registry.register(WorkerCollector(worker, plane, resident_bytes))
@@ -135,6 +147,14 @@ class GatewayView:
     async def workers(self) -> list[dict[str, Any]]:
         """Return this process as the only worker."""
         return [{**self.worker_now(), "state": self.readiness(), "restarts": 0}]
+
+    async def explain(self, request_id: str) -> dict[str, Any]:
+        """Return why a request went where it did."""
+        return self.explainer.explain(request_id)
+
+    async def rehearse(self, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+        """Return where a request would go now."""
+        return await self.explainer.rehearse(path, headers, body)
 
     def worker_now(self) -> dict[str, Any]:
         """Return what this process says of itself."""

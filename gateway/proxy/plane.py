@@ -27,8 +27,8 @@ from gateway.proxy.heads import RequestHead
 from gateway.proxy.limits import PlaneLimits
 from gateway.proxy.listener import Arrivals, Listener, bind, listen
 from gateway.proxy.outcome import Outcome
-from gateway.proxy.record import count, log_record
 from gateway.proxy.recent import Recent
+from gateway.proxy.record import count, log_record
 from gateway.proxy.request_log import RequestLog
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.proxy.routes import Routes

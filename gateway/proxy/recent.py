@@ -7,8 +7,8 @@ from typing import Any
 from gateway.routing.decision import Decision
 
 Ended = tuple[Mapping[str, Any], Decision | None, float]
-"""The fields of a request's log line; the decision about its last attempt, None if there was none; and when it ended, in
-monotonic seconds."""
+"""The fields of a request's log line; the decision about its last attempt, None if there was none; and the monotonic
+seconds when it ended."""
 
 
 class Recent:

@@ -4,6 +4,7 @@ Everything comes from what the decision kept (`gateway.routing.decision`), so it
 the fleet as it is now. Costs are worked out here, by the policy's own code. What comes out is JSON's own types.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from gateway.routing.decision import COPIED, Decision, Standing
@@ -74,7 +75,7 @@ def explain(decision: Decision) -> dict[str, Any]:
 
 
 def left_out(decision: Decision) -> list[dict[str, str]]:
-    """Return the replicas that could not be chosen, and why; those that were not even served by name included."""
+    """Return the replicas that could not be chosen, and why."""
     choosable = set(decision.roomy if _shortlisted(decision) else decision.slots)
     plan = decision.plan
     if plan is not None:
@@ -98,36 +99,40 @@ def left_out(decision: Decision) -> list[dict[str, str]]:
             elif slot in decision.spared:
                 why = "asked for a pause (429 or 503)"
         else:
-            why = why_not(decision.model, role, models, state)
+            why = why_not(decision.model, role, models, state) or "could not be chosen"
         found.append({"replica": name, "url": url, "why": why})
     return found
 
 
-def standing_now(standing: Standing, model: str | None) -> list[dict[str, str]]:
-    """Return all replicas with what keeps each from requests for a model, "" where nothing does."""
-    return [
-        {"replica": name, "url": url, "why": why_not(model, role, models, state, prefill_serves=True)}
-        for name, url, role, models, _, state in standing.replicas.values()
-    ]
+def who_could(standing: Standing, model: str | None, in_flight: Sequence[int]) -> list[dict[str, str]]:
+    """Return all replicas with what keeps each from requests for a model now, "" where nothing does.
+
+    Args:
+        standing: the replicas.
+        model: the name requests are routed by; None for any.
+        in_flight: column of requests in flight.
+    """
+    found = []
+    for slot, (name, url, role, models, limit, state) in standing.replicas.items():
+        why = why_not(model, role, models, state)
+        if not why and limit is not None and in_flight[slot] >= limit:
+            why = f"saturated: at its limit of {limit} requests"
+        found.append({"replica": name, "url": url, "why": why})
+    return found
 
 
-def why_not(model: str | None, role: str, models: frozenset[str], state: str, *, prefill_serves: bool = False) -> str:
-    """Say what keeps a replica from the requests for a model.
+def why_not(model: str | None, role: str, models: frozenset[str], state: str) -> str:
+    """Say what keeps a replica from the requests for a model; "" for nothing.
 
     Args:
         model: the name requests are routed by; None for any.
         role: of the replica.
         models: what it serves.
         state: what else keeps it, or "".
-        prefill_serves: prefill replicas serve whole requests as well.
     """
     if model is not None and model not in models:
         return f"does not serve {model}"
-    if state:
-        return state
-    if role == "prefill" and not prefill_serves:
-        return "wrong role: prefill only"
-    return "" if prefill_serves else "not routable at that moment"
+    return state or ("wrong role: computes prompts only" if role == "prefill" else "")
 
 
 def in_words(decision: Decision, candidates: list[dict[str, Any]]) -> str:

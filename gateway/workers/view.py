@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -110,6 +111,25 @@ class WorkersView:
             for worker in sorted(self._workers.running, key=lambda worker: worker.number)
         ]
 
+    async def explain(self, request_id: str) -> dict[str, Any]:
+        """Return why a request went where it did; whichever worker knows it answers."""
+        return merge_explanations([answer for _, answer in await self._ask("explain", request=request_id)])
+
+    async def rehearse(self, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+        """Return where a request would go now, as the worker sees it that has the lowest number."""
+        serving = [worker for worker in self._workers.running if worker.serving]
+        if not serving:
+            return {"attempts": [], "refused": {"status": 503, "message": "No worker is running."}}
+        worker = min(serving, key=lambda one: one.number)
+        encoded = b64encode(body).decode()
+        try:
+            answer: dict[str, Any] = await worker.ask(
+                "rehearse", ANSWER_S, path=path, headers=dict(headers), body=encoded
+            )
+        except NoAnswer as silent:
+            return {"attempts": [], "refused": {"status": 503, "message": f"{silent}."}}
+        return answer
+
     # -- inside
 
     def _own(self) -> list[Metric]:
@@ -136,9 +156,11 @@ class WorkersView:
             answers = dict(await self._ask("metrics"))
             return [worker for worker in asked if worker not in answers and worker.state is not State.GONE]
 
-    async def _ask(self, what: str) -> list[tuple[WorkerProcess, Any]]:
+    async def _ask(self, what: str, **details: Any) -> list[tuple[WorkerProcess, Any]]:
         asked = [worker for worker in self._workers.running if worker.state in (State.SERVING, State.LEAVING)]
-        answers = await asyncio.gather(*(worker.ask(what, ANSWER_S) for worker in asked), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(worker.ask(what, ANSWER_S, **details) for worker in asked), return_exceptions=True
+        )
         good = []
         for worker, answer in zip(asked, answers, strict=True):
             if isinstance(answer, NoAnswer):
@@ -180,6 +202,24 @@ def merge_replicas(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
         replicas.append(replica)
     return {"policy": views[0]["policy"] if views else None, "replicas": replicas}
+
+
+def merge_explanations(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the explanation of the worker that knows the request; if none does, what all of them keep. Pure.
+
+    Args:
+        answers: as of `gateway.admin.explain.Explainer.explain`.
+    """
+    found = [answer for answer in answers if answer["found"]]
+    if found:
+        return max(found, key=lambda answer: str(answer["received_at"]))
+    ages_s = [answer["oldest_age_s"] for answer in answers if answer["oldest_age_s"] is not None]
+    return {
+        "found": False,
+        "kept": sum(answer["kept"] for answer in answers),
+        "capacity": sum(answer["capacity"] for answer in answers),
+        "oldest_age_s": max(ages_s, default=None),
+    }
 
 
 def _weighted(predictions: Sequence[dict[str, Any]], name: str) -> float | None:

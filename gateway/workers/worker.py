@@ -7,6 +7,8 @@ What the supervisor says, and what comes back
     do: reload   config                   answer, or refused
     do: metrics  -                        is: page, in parts from number 0 to one that `ends` it; then answer
     do: replicas, state                   answer
+    do: explain  request                  answer: why it went where it did, see gateway.admin.explain
+    do: rehearse path, headers, body      answer: where it would go now; the body in base64
     do: active   replica                  answer: whether its answers have flowed lately
     do: leave    -                        -          no connection is kept alive any more
     do: stop     -                        is: page, when all requests have ended or been cut
@@ -23,6 +25,7 @@ import logging
 import signal
 import socket
 import sys
+from base64 import b64decode
 from typing import Any
 
 import uvloop
@@ -144,6 +147,10 @@ class Worker:
             return gateway.view.replicas_now()
         if what == "state":
             return gateway.view.worker_now()
+        if what == "explain":
+            return gateway.view.explainer.explain(order["request"])
+        if what == "rehearse":
+            return await gateway.view.rehearse(order["path"], order["headers"], b64decode(order["body"]))
         if what == "active":
             replica = gateway.fleet.replicas.get(order["replica"])
             return replica is not None and gateway.plane.replica_active(replica.slot)
