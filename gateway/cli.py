@@ -1,4 +1,4 @@
-"""The command line: serve, check, estimate, bench."""
+"""The command line: serve, check, estimate, explain, replay, bench."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,7 @@ import uvloop
 from gateway.bench_command import bench
 from gateway.config import Config, ConfigError, load
 from gateway.estimate_command import estimate
+from gateway.explain_command import explain
 from gateway.process import configure_logging
 from gateway.replay_command import replay
 from gateway.version import described
@@ -65,6 +66,7 @@ def check(config_path: Path | None, replicas: tuple[str, ...]) -> None:
 main.add_command(estimate)
 main.add_command(bench)
 main.add_command(replay)
+main.add_command(explain)
 
 
 def _read(

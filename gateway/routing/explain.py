@@ -17,15 +17,18 @@ MOST_SHOWN = 24
 ALIKE = 0.02
 """As the default policy: costs that differ by less decide nothing."""
 
+_AT_ONCE_S = 1e-5
+"""First tokens that differ by less come at the same time."""
+
 _WORDS = {
-    TTFT: "first token",
-    "prefill_work": "price of its prefill work",
-    "queue": "requests waiting behind it",
+    TTFT: "its first token",
+    "prefill_work": "the price of its prefill work",
+    "queue": "those who wait behind it",
     "eviction": "what its full cache would have to drive out",
-    "decode_delay": "delay of the answers running there",
-    "batch": "size of its batch",
+    "decode_delay": "the delay of answers that run there",
+    "batch": "the size of its batch",
     "memory": "KV memory it does not have",
-    "memory_wait": "wait for KV memory, which counts little",
+    "memory_wait": "its wait for KV memory",
 }
 
 
@@ -130,9 +133,11 @@ def why_not(model: str | None, role: str, models: frozenset[str], state: str) ->
         models: what it serves.
         state: what else keeps it, or "".
     """
+    if state:
+        return state
     if model is not None and model not in models:
         return f"does not serve {model}"
-    return state or ("wrong role: computes prompts only" if role == "prefill" else "")
+    return "wrong role: computes prompts only" if role == "prefill" else ""
 
 
 def in_words(decision: Decision, candidates: list[dict[str, Any]]) -> str:
@@ -152,6 +157,9 @@ def in_words(decision: Decision, candidates: list[dict[str, Any]]) -> str:
         facts.append(decision.choice.reason)
     else:
         facts.append(_against(chosen, others[0], decision))
+        holder = max(others, key=lambda one: float(one["matched_tokens"]))
+        if holder["matched_tokens"] > chosen["matched_tokens"]:
+            facts.append(_not_the_holder(chosen, holder))
     words = f"{chosen['replica']}: {'; '.join(facts)}"
     plan = decision.plan
     if plan is not None:
@@ -169,27 +177,36 @@ def _against(chosen: dict[str, Any], other: dict[str, Any], decision: Decision) 
     """Compare with the cheapest of the others."""
     mine, its, name = chosen["cost"]["total"], other["cost"]["total"], other["replica"]
     unit = chosen["cost"]["unit"]
-    if its < mine or (mine == its):
-        if its < mine and its < mine * (1.0 - ALIKE):
-            return decision.choice.reason
-        return f"drawn at random among those that cost as much: next to it {name}"
+    if its < mine * (1.0 - ALIKE):
+        return decision.choice.reason
+    if its <= mine:
+        return f"costs as much as {name}, or nearly, and was drawn"
     sooner_s = None
     if chosen["predicted_ttft_s"] is not None:
         sooner_s = other["predicted_ttft_s"] - chosen["predicted_ttft_s"]
     if sooner_s is None or not unit:
         return f"{decision.choice.reason}: {mine:g}{unit} against {its:g}{unit} on the next best, {name}"
-    if sooner_s > 0.0:
-        words = f"first token predicted {_time(sooner_s)} sooner than on the next best, {name}"
-    elif sooner_s == 0.0:
-        words = f"first token predicted as soon as on the next best, {name}"
-    else:
-        words = f"first token predicted {_time(-sooner_s)} later than on the next best, {name}"
+    words = f"first token predicted {_time(abs(sooner_s))} {'sooner' if sooner_s > 0.0 else 'later'}"
+    if abs(sooner_s) < _AT_ONCE_S:
+        words = "first token predicted as soon"
+    words += f" as on the next best, {name}" if words.endswith("soon") else f" than on the next best, {name}"
     terms, its_terms = chosen["cost"]["terms"], other["cost"]["terms"]
     saved = {key: its_terms.get(key, 0.0) - terms.get(key, 0.0) for key in {*terms, *its_terms} if key != TTFT}
-    most = max(saved, key=lambda key: saved[key], default=None)
+    most = max(sorted(saved), key=lambda key: saved[key], default=None)
     if most is not None and saved[most] > max(sooner_s, 0.0):
-        words += f", and {_time(saved[most])} less for the {_WORDS[most]}"
+        words += f", {'and' if sooner_s >= _AT_ONCE_S else 'but'} {_time(saved[most])} less for {_WORDS[most]}"
     return f"{words}; {_time(its - mine)} cheaper in all"
+
+
+def _not_the_holder(chosen: dict[str, Any], holder: dict[str, Any]) -> str:
+    """Say why it did not go where most of its prompt is."""
+    mine, its = chosen["cost"], holder["cost"]
+    words = f"{holder['replica']} holds {round(holder['matched_tokens']):,}"
+    if its["unit"] != "s":
+        return words
+    excess = {key: its["terms"].get(key, 0.0) - mine["terms"].get(key, 0.0) for key in {*mine["terms"], *its["terms"]}}
+    most = max(sorted(excess), key=lambda key: excess[key])
+    return f"{words}, but costs {_time(its['total'] - mine['total'])} more, mostly for {_WORDS[most]}"
 
 
 def _time(seconds: float) -> str:
