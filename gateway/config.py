@@ -200,9 +200,10 @@ class ModelDisaggregation(_Section):
     asked for it. A second request that would begin later is not sent: the prompt is prefilled again. A prefill replica
     with a shorter one could hand out the KV of other prompts."""
     answer_whole: bool = True
-    """Let prefill replicas serve whole requests, like replicas of role `mixed`, while no prompt has been worth handing
-    over for 30 seconds: short prompts, or a slow link. With `policy: predicted`; their engines need a KV role that
-    answers (`kv_both`, vLLM's usual one)."""
+    """Let prefill replicas serve whole requests, like replicas of role `mixed`, while handing over is not worth it: no
+    prompt for 30 seconds, or so few and so little that it saves less than a millisecond of the mean request. Short
+    prompts, or a slow link. With `policy: predicted`; their engines need a KV role that answers (`kv_both`, vLLM's
+    usual one)."""
 
 
 class Disaggregation(ModelDisaggregation):

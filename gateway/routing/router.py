@@ -322,7 +322,7 @@ class Router:
                 considered = self._plan(query, prefills, decodes, slot, now_s)
                 if isinstance(considered, Difference):
                     choice.reason = f"{choice.reason}; no pair for a hand-off, {considered.text}"
-                elif considered is not None:
+                elif considered is not None and considered.taken:
                     plan = considered
                     slot = plan.decode_slot
                     choice = Choice(slot, plan.reason, plan.terms())
@@ -349,7 +349,7 @@ class Router:
             # What the decode engine reports as cached is what the prefill engine found.
             ttft_s, expected_cached_tokens = plan.ttft_s, plan.matched_tokens
             hand_off = self._hand_off(query, plan, now_s)
-        if decision.considered is not None:
+        if fleet.prefill_slots(query.model):
             self.hand_offs.considered(query.pool, decision.considered, now_s)
         replica = fleet.by_slot[slot]
         assert replica is not None, "a policy chose a slot that is not a candidate"

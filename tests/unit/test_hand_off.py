@@ -113,6 +113,39 @@ def test_the_first_hand_off_ends_their_help_and_a_time_without_one_brings_it_bac
     assert chosen(1.1 + REST_AFTER_S) == 0
 
 
+def test_now_and_then_a_hand_off_that_saves_little_does_not_end_their_help() -> None:
+    router = routed(answer_whole=True)
+    decoding(router, 0, 10)
+    for slot in (1, 2):
+        decoding(router, slot, 20)
+
+    def assigned(tokens: int, now_s: float) -> Assignment:
+        assignment = ask(router, tokens, now_s, first=round(now_s) + 1)
+        if assignment.hand_off is not None:
+            assignment.hand_off.ended(now_s, Outcome.CANCELLED)
+        assignment.finish(now_s, Outcome.CANCELLED, None, None, keep_prefix=False)
+        return assignment
+
+    # Beside the others each of these would be better off divided, by some hundredths of a second.
+    for number in range(50):
+        now_s = float(number)
+        longer = assigned(4000 if number % 10 == 5 else 100, now_s)
+        assert longer.hand_off is None
+        assert router.hand_offs.at_rest("m", now_s)
+    # Very many of them are worth it.
+    number = 50
+    while assigned(4000, float(number)).hand_off is None:
+        number += 1
+        assert number < 200
+    assert not router.hand_offs.at_rest("m", float(number))
+    assert assigned(4000, number + 1.0).hand_off is not None
+    # Among many short ones they are not any more, long before there has been a time without any.
+    for short in range(1000):
+        assigned(100, number + 1.0 + 0.01 * short)
+    assert router.hand_offs.at_rest("m", number + 11.0)
+    assert assigned(4000, number + 11.0).hand_off is None
+
+
 @pytest.mark.parametrize(
     "settings",
     [
