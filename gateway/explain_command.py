@@ -57,7 +57,7 @@ def explain(
         query = f"/admin/rehearsal?path={quote(path, safe='/')}"
         explanation = asyncio.run(_asked(admin_url, key, query, body.read(), _pairs(headers)))
     else:
-        query = f"/admin/decisions/{quote(str(request_id), safe='')}"
+        query = f"/admin/decisions?id={quote(str(request_id), safe='')}"
         explanation = asyncio.run(_asked(admin_url, key, query, None, {}))
         if not explanation["found"]:
             raise click.ClickException(_unknown(str(request_id), explanation))

@@ -45,7 +45,7 @@ class AdminServer:
         application.router.add_get("/admin/replicas", self._replicas)
         application.router.add_get("/admin/workers", self._workers)
         application.router.add_get("/admin/config", self._show_config)
-        application.router.add_get("/admin/decisions/{id:.+}", self._explain)
+        application.router.add_get("/admin/decisions", self._explain)
         application.router.add_post("/admin/rehearsal", self._rehearse)
         return application
 
@@ -113,7 +113,8 @@ class AdminServer:
         return web.json_response(self._config)
 
     async def _explain(self, request: web.Request) -> web.Response:
-        answer = await self._view.explain(request.match_info["id"])
+        """`id` is a request's, which may have slashes and dots in it."""
+        answer = await self._view.explain(request.query.get("id", ""))
         return web.json_response(answer, status=200 if answer["found"] else 404)
 
     async def _rehearse(self, request: web.Request) -> web.Response:
