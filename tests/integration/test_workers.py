@@ -25,6 +25,7 @@ from gateway.config import Config
 from gateway.workers import supervisor as supervisor_module
 from gateway.workers.redis_server import NoServer, find_server
 from gateway.workers.supervisor import Supervisor
+from loadtests.replica import ReplicaConfig, start_replica
 
 PATH = "/v1/chat/completions"
 ASK = post(PATH, json.dumps(CHAT).encode())
@@ -299,6 +300,28 @@ async def test_the_first_request_finds_what_was_found_out_last(
                 assert (await client.ask(ASK)).status == 200
     finally:
         await supervisor.close()
+
+
+async def test_all_workers_know_which_versions_replicas_run(tmp_path: Path) -> None:
+    long = post(PATH, json.dumps({"model": "m", "messages": [{"role": "user", "content": "Long. " * 3000}]}).encode())
+    async with AsyncExitStack() as stack:
+        replicas = []
+        for role, version in (("prefill", "0.33.0"), ("decode", "0.32.0")):
+            config = ReplicaConfig(served_model_names=("m",), speedup=20.0, kv_connector="nixl", engine_version=version)
+            running = await stack.enter_async_context(await start_replica(config))
+            replicas.append({"url": running.url, "role": role})
+        wanted = {**document(disaggregation={"policy": "always"}), "replicas": replicas}
+        served = await stack.enter_async_context(serving(wanted, tmp_path))
+        await until_workers(served, all_serving)
+        clients = await connected(stack, served, 2)
+        assert [worker["connections"] for worker in await until_workers(served, all_serving)] == [1, 1]
+        for client in clients:
+            reply = await client.ask(long)
+            assert (reply.status, reply.header("x-warmgate-prefill-replica")) == (200, None)
+        found = await metrics(served)
+        assert found['warmgate_unpaired_prompts_total{difference="version",model="m"}'] == 2.0
+        listed = json.loads((await served.admin("/admin/replicas"))[1])["replicas"]
+        assert [replica["version"] for replica in listed] == ["0.33.0", "0.32.0"]
 
 
 async def test_a_port_that_is_taken_is_said_and_is_a_failure(replica: StubReplica, tmp_path: Path) -> None:
