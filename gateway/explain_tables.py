@@ -103,9 +103,11 @@ def _attempt(attempt: Mapping[str, Any], number: int, of: int) -> Iterator[Rende
     if attempt["candidates_not_shown"]:
         yield Text(f"and {attempt['candidates_not_shown']:,} candidates more, which cost more or could not cost less")
     hand_off = attempt["hand_off"]
-    if hand_off is not None:
+    if hand_off is not None and "prefill_replica" not in hand_off:
+        yield _sentence("No hand-off", hand_off["reason"])
+    elif hand_off is not None:
         yield _sentence(
-            "Hand-off",
+            "Hand-off" if hand_off["taken"] else "No hand-off, while they save too little for prefill replicas to wait",
             f"prompt on {hand_off['prefill_replica']} ({_seconds(hand_off['prefill_s'])}), "
             f"{hand_off['lacking_tokens']:,.0f} tokens of KV to {hand_off['decode_replica']} "
             f"({_seconds(hand_off['transfer_s'])}); {_seconds(hand_off['cost_s'])} in all, against "

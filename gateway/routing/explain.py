@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.routing.decision import COPIED, Decision, Standing
+from gateway.routing.pairing import Difference
 from policies.cost_terms import TTFT, CostTerms
 from policies.types import Candidates, Column, Request
 
 MOST_SHOWN = 24
 """Candidates of a decision that are given with all their numbers: the cheapest, and the one chosen."""
 
-ALIKE = 0.02
-"""As the default policy: costs that differ by less decide nothing."""
+ALIKE = 0.04
+"""Costs that differ by less may have been a tie for the default policy: one of them within 2 % of a second, and that
+within 2 % of a third."""
 
 _AT_ONCE_S = 1e-5
 """First tokens that differ by less come at the same time."""
@@ -204,6 +206,8 @@ def _not_the_holder(chosen: dict[str, Any], holder: dict[str, Any]) -> str:
     words = f"{holder['replica']} holds {round(holder['matched_tokens']):,}"
     if its["unit"] != "s":
         return words
+    if its["total"] <= mine["total"]:
+        return f"{words}, and costs as much, or nearly"
     excess = {key: its["terms"].get(key, 0.0) - mine["terms"].get(key, 0.0) for key in {*mine["terms"], *its["terms"]}}
     most = max(sorted(excess), key=lambda key: excess[key])
     return f"{words}, but costs {_time(its['total'] - mine['total'])} more, mostly for {_WORDS[most]}"
@@ -262,13 +266,17 @@ def _candidates(decision: Decision) -> list[dict[str, Any]]:
 
 
 def _hand_off(decision: Decision) -> dict[str, Any] | None:
-    plan, standing = decision.plan, decision.standing.replicas
-    if plan is None:
+    """Return what was found of a hand-off, taken or not; None where none could be worth it."""
+    considered, standing = decision.considered, decision.standing.replicas
+    if considered is None:
         return None
+    if isinstance(considered, Difference):
+        return {"taken": False, "reason": f"no pair for a hand-off, {considered.text}"}
     return {
-        "prefill_replica": standing[plan.prefill_slot][0],
-        "decode_replica": standing[plan.decode_slot][0],
+        "taken": considered.taken,
+        "prefill_replica": standing[considered.prefill_slot][0],
+        "decode_replica": standing[considered.decode_slot][0],
         "whole_replica": standing[decision.choice.slot][0],
-        "reason": plan.reason,
-        **plan.terms(),
+        "reason": considered.reason,
+        **considered.terms(),
     }

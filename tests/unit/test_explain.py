@@ -13,6 +13,7 @@ from gateway.estimator.fallback import FallbackRules
 from gateway.prompt.blocks import BlockSchedule, prompt_key
 from gateway.prompt.body import RequestBody
 from gateway.replicas.breaker import Outcome
+from gateway.replicas.metrics_page import ScrapedState
 from gateway.replicas.registry import Fleet
 from gateway.replicas.spec import ReplicaSpec, Role
 from gateway.routing.assignment import Assignment
@@ -206,6 +207,26 @@ def test_equals_are_drawn() -> None:
     )
 
 
+def test_of_equals_the_one_that_holds_more_may_lose_the_draw() -> None:
+    """A short prefix saves less than predictions are worth."""
+    seen = set()
+    for seed in range(40):
+        router = router_over(h100s(2), make_policy("predicted_ttft", seed), SCHEDULE)
+        first = assign(router, SYSTEM[:400] + "x" * 40_000)
+        first.first_token(101.0)
+        first.finish(102.0, _OK, None, None, keep_prefix=True)
+        second = assign(router, SYSTEM[:400] + "y" * 40_000, 1000.0)
+        why = explain(second.decision)["why"]
+        assert "--" not in why
+        assert " -" not in why
+        if second.slot != first.slot and explain(second.decision)["candidates"][-1]["chosen"]:
+            seen.add(why.split("; ", 1)[1])
+    one, *more = sorted(seen)
+    assert "costs as much as r" in one
+    assert one.endswith(", and costs as much, or nearly")
+    assert len(more) <= 1
+
+
 def test_the_only_candidate() -> None:
     assert explain(assign(router_of(h100s(1)), SYSTEM).decision)["why"].endswith("it was the only candidate")
 
@@ -338,12 +359,25 @@ def test_a_hand_off_says_who_does_what() -> None:
     assert assignment.hand_off is not None
     assert explain(rehearsed)["hand_off"]["prefill_replica"] == "r2"
     found = explain(assignment.decision)
+    assert found["hand_off"]["taken"]
     assert found["hand_off"]["prefill_replica"] == "r2"
     assert found["hand_off"]["decode_replica"] == assignment.replica.name == found["replica"]
     assert found["hand_off"]["cost_s"] == assignment.terms["cost_s"]
     assert found["predicted_ttft_s"] == assignment.predicted_ttft_s
     assert found["why"].startswith(f"r2 computes the prompt and {assignment.replica.name} answers")
     assert found["left_out"] == []
+
+
+def test_why_there_was_no_hand_off() -> None:
+    fleet = fleet_of(["h100-sxm"] * 2, [Role.DECODE, Role.PREFILL])
+    fleet.set_scraped(fleet.replicas["r0"], ScrapedState(block_size_tokens=16))
+    fleet.set_scraped(fleet.replicas["r1"], ScrapedState(block_size_tokens=32))
+    router = router_of(fleet)
+    use(router, policy="always")
+    found = explain(assign(router, SYSTEM, divisible=True).decision)
+    assert not found["hand_off"]["taken"]
+    assert "block sizes differ" in found["hand_off"]["reason"]
+    assert found["left_out"] == [{"replica": "r1", "url": "http://r1", "why": "wrong role: computes prompts only"}]
 
 
 # -- large fleets
