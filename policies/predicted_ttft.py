@@ -37,8 +37,10 @@ a fleet that is short of memory ends up with all prefixes everywhere and room fo
 Why the batch counts, and a large one more than in proportion: replicas that hold a prefix most requests share would
 otherwise serve them all, in ever larger batches, because a copy of the prefix never pays for itself within one request.
 
-Costs that differ by less than predictions are worth are ties, broken at random: several gateways with the same view do
-not herd, nor does all that could go anywhere go to the one replica that is ahead by a hair.
+Costs that differ by less than predictions are worth are ties. Of two of these, drawn at random, the one is taken whose
+cache would lose what has not been used for longest, or has room: all caches together then lose what one large cache
+would. Drawn, because several gateways with the same view would otherwise herd, and two are nearly as good as all (M.
+Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
 """
 
 from random import Random
@@ -67,6 +69,7 @@ class PredictedTTFT:
             Column.KV_CAPACITY_TOKENS,
             Column.KV_ROOM_TOKENS,
             Column.CACHE_FULL,
+            Column.CACHE_OLDEST_USE,
             Column.IN_FLIGHT,
             Column.DECODES,
         }
@@ -143,7 +146,7 @@ class PredictedTTFT:
         batch_price = self.batch_price
         needed = request.prompt_tokens + request.expected_output_tokens
         best_cost = better = alike = float("inf")
-        best = candidates.slots[0]
+        best = other = candidates.slots[0]
         ties = 1
         slots, looked_at = candidates.slots, 0
         while slots:
@@ -164,14 +167,18 @@ class PredictedTTFT:
                         if waits[slot]:
                             cost -= (1.0 - self.wait_price) * waits[slot]
                 if cost < better:
-                    best_cost, best, ties = cost, slot, 1
+                    best_cost, best, other, ties = cost, slot, slot, 1
                     better, alike = cost * (1.0 - _TIE), cost * (1.0 + _TIE)
                 elif cost <= alike:
                     # Reservoir sampling: each of k ties is kept with probability 1/k.
                     ties += 1
                     if self._random.random() * ties < 1.0:
                         best = slot
+                    if self._random.random() * ties < 1.0:
+                        other = slot
             slots = candidates.more(better) if candidates.more is not None else ()
+        if best != other and candidates.cache_oldest_use[other] < candidates.cache_oldest_use[best]:
+            best = other
         if request.prompt_tokens > 0.0:
             self._reuse += _REUSE_STEP * (matched[best] / request.prompt_tokens - self._reuse)
         terms = {

@@ -49,6 +49,9 @@ class Column(StrEnum):
     CACHE_FULL = "cache_full"
     """The prefix map believes that the replica's KV memory is full of cached prompts: what comes drives something out.
     As old as scraped columns."""
+    CACHE_OLDEST_USE = "cache_oldest_use"
+    """When what the replica would drive out next was last used, in prompts entered into the prefix map; below 0 while
+    there is room, the more the emptier the cache is."""
     MATCHED_TOKENS = "matched_tokens"
     """Prompt tokens the prefix map says the replica holds. Per request."""
     OWN_PREFILL_S = "own_prefill_s"
@@ -112,6 +115,7 @@ class Candidates:
     kv_capacity_tokens: Sequence[float] = ()
     kv_room_tokens: Sequence[float] = ()
     cache_full: Sequence[bool] = ()
+    cache_oldest_use: Sequence[float] = ()
     matched_tokens: Sequence[float] = ()
     own_prefill_s: Sequence[float] = ()
     predicted_ttft_s: Sequence[float] = ()

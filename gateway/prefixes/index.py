@@ -132,6 +132,9 @@ class PrefixIndex:
         self._replicas: list[_Replica] = []
         self.in_use_bytes: list[int] = []
         """By slot: canonical bytes of prompts that requests in flight hold, shared ones once."""
+        self.oldest_use: list[float] = []
+        """By slot: by which insertion that was used last which goes next. While there is room, below 0: the share of
+        the capacity that is left, negative. As of the last insertion."""
         self._roots: dict[int, tuple[int, ...]] = {}
         self._alone: list[tuple[int]] = []  # shared by all first blocks that one replica holds
         self._forgotten: deque[tuple[int, _Replica]] = deque()
@@ -333,6 +336,7 @@ class PrefixIndex:
             replica = self._replicas[slot]
             self._replicas[slot] = _Replica(self._default_capacity_bytes)
             self.in_use_bytes[slot] = 0
+            self.oldest_use[slot] = -1.0
             if replica.segments:
                 self._forgotten.append((slot, replica))
 
@@ -385,6 +389,7 @@ class PrefixIndex:
             self._alone.append((len(replicas),))
             replicas.append(_Replica(self._default_capacity_bytes))
             self.in_use_bytes.append(0)
+            self.oldest_use.append(-1.0)
         return replicas[slot]
 
     def _enter(
@@ -412,6 +417,10 @@ class PrefixIndex:
             segment = segments.get(segment.parent)
         if replica.held_bytes > replica.capacity_bytes:
             self._evict(slot, replica)
+        if replica.held_bytes <= _FULL_SHARE * replica.capacity_bytes:
+            self.oldest_use[slot] = replica.held_bytes / max(replica.capacity_bytes, 1) - 1.0
+        elif segments:
+            self.oldest_use[slot] = float(segments[next(iter(segments))].used)
         return last
 
     def _add_run(

@@ -19,6 +19,7 @@ def candidates(slots: list[int], **columns: list[float] | list[int]) -> Candidat
     filled: dict[str, list[float]] = {column.value: [0.0] * size for column in Column}
     filled |= {name: [0] * size for name in COUNTS}
     full = [bool(value) for value in columns.pop("cache_full", [0] * size)]
+    filled["cache_oldest_use"] = [-1.0] * size
     filled["kv_capacity_tokens"] = filled["kv_room_tokens"] = [1e6] * size
     for name, values in columns.items():
         filled[name] = list(values) if name in COUNTS else [float(value) for value in values]
@@ -206,3 +207,16 @@ def test_ties_are_drawn_evenly() -> None:
     chosen = Counter(policy.choose(REQUEST, view).slot for _ in range(600))
     assert set(chosen) == {0, 1, 2}
     assert min(chosen.values()) > 140
+
+
+def test_of_two_alike_the_one_that_would_lose_the_older_is_taken_more_often() -> None:
+    policy = make_policy("predicted_ttft", seed=3)
+    alike = candidates([0, 1, 2], predicted_ttft_s=[0.2, 0.2, 0.5])
+    alike.cache_oldest_use = [90.0, 10.0, 0.0]
+    chosen = Counter(policy.choose(REQUEST, alike).slot for _ in range(2000))
+    # Two draws of two: only if both are the other one does that win.
+    assert set(chosen) == {0, 1}
+    assert chosen[1] / 2000 == pytest.approx(0.75, abs=0.04)
+    alike.cache_oldest_use = [-0.4, 10.0, 0.0]
+    chosen = Counter(policy.choose(REQUEST, alike).slot for _ in range(2000))
+    assert chosen[0] / 2000 == pytest.approx(0.75, abs=0.04)

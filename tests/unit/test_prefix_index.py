@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -315,6 +316,22 @@ def test_answers_of_prompts_in_flight_are_in_use() -> None:
     for record in (second, third):
         index.release(record)
     assert index.in_use_bytes[0] == 0
+
+
+def test_what_goes_next_was_last_used_when() -> None:
+    index = PrefixIndex(tens(), 100)
+    index.insert(0, [1, 2])
+    assert index.oldest_use == [pytest.approx(-0.8)]
+    index.insert(1, [1, 2, 3, 4, 5])
+    index.insert(1, [6, 7, 8, 9, 10])
+    assert index.oldest_use[1] == 2.0
+    index.insert(1, [1, 2, 3, 4, 5])
+    assert index.oldest_use[1] == 3.0
+    index.insert(1, [11])
+    # Half of what was used third is gone, and the other half goes next.
+    assert index.oldest_use[1] == 3.0
+    index.forget(1)
+    assert index.oldest_use[1] == -1.0
 
 
 def test_answers_may_not_count() -> None:

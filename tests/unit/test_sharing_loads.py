@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import random
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -170,14 +171,14 @@ class RoutingWorker(Worker):
 
 
 def spread(
-    workers: int, replicas: int, rate_per_s: float, duration_s: float, prompt_tokens: int, delay_s: float
+    workers: int, replicas: int, rate_per_s: float, duration_s: float, prompt_tokens: int, delay_s: float, seed: int
 ) -> float:
     """Largest share of the requests in flight on one replica, against an equal share, over a burst.
 
     Every worker gets its part of the arrivals, and tells its load every so often; others hear it after the delay. Each
     replica computes prompts one after the other at the predicted speed, and answers for a second.
     """
-    rng = random.Random(5)
+    rng = random.Random(seed)
     urls = [f"http://replica-{number}:8000" for number in range(replicas)]
     all_workers = [RoutingWorker(number + 1, *urls) for number in range(workers)]
     events: list[tuple[float, int, str, Any]] = []
@@ -255,8 +256,11 @@ def test_others_that_start_little_are_expected_to_start_little() -> None:
 
 @pytest.mark.parametrize(("rate_per_s", "duration_s"), [(2000, 0.25), (400, 2.0), (100, 3.0)])
 def test_a_burst_over_four_workers_is_spread_nearly_as_by_one(rate_per_s: float, duration_s: float) -> None:
-    assert spread(1, 8, rate_per_s, duration_s, 4000, 0.03) <= 1.1
-    assert spread(4, 8, rate_per_s, duration_s, 4000, 0.03) <= 1.25
+    def average(workers: int) -> float:
+        return fmean(spread(workers, 8, rate_per_s, duration_s, 4000, 0.03, seed) for seed in range(3))
+
+    assert average(1) <= 1.1
+    assert average(4) <= 1.25
 
 
 def test_news_after_a_pause_is_told_at_once_and_steady_news_at_the_usual_pace() -> None:
