@@ -14,7 +14,8 @@ Three kinds of columns:
 - Scraped, as old as the engine's last metrics page, copied only when the policy in force declares that it reads
   them: `engine_waiting`, `engine_running`, `engine_kv_usage`.
 
-A policy that remembers something per slot must also have `forget`: slots are given to other replicas.
+A policy that remembers something per slot must also have `forget`: slots are given to other replicas. One that keeps
+anything but numbers and random numbers must be known to `policies.understudy`, or it cannot be rehearsed.
 
 In a large fleet, a policy that can say what its costs are made of (`BoundedBelow`) is not shown all candidates at once:
 first those that hold most of the prompt and those with the least load, and more of them when it asks. It asks with the

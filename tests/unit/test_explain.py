@@ -494,12 +494,24 @@ def test_a_rehearsal_that_is_refused_changes_nothing() -> None:
     assert router.policy.name == "predicted_ttft"
 
 
-@pytest.mark.parametrize("name", list(POLICIES))
-@settings(max_examples=20, deadline=None)
+_WITH_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in POLICIES),
+    ("weighted_score", {"index": "approximate"}),
+    ("sticky_until_saturated", {"index": "approximate"}),
+    ("kv_cost", {"temperature": 1.0}),
+    ("min_ttft", {"transfer_s_per_token": 1e-6}),
+    ("consistent_hash", {"prompt_key": "whole"}),
+]
+
+
+@pytest.mark.parametrize(("name", "policy_options"), _WITH_OPTIONS)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 1000), ends=st.lists(st.booleans(), min_size=30, max_size=30))
-def test_asking_an_understudy_leaves_any_policy_as_it_is(name: str, seed: int, ends: list[bool]) -> None:
+def test_asking_an_understudy_leaves_any_policy_as_it_is(
+    name: str, policy_options: dict[str, Any], seed: int, ends: list[bool]
+) -> None:
     """Of two equal policies one is rehearsed before every choice: they choose alike to the end."""
-    routers = [router_over(h100s(4), make_policy(name, seed), SCHEDULE, seed=seed) for _ in range(2)]
+    routers = [router_over(h100s(4), make_policy(name, seed, policy_options), SCHEDULE, seed=seed) for _ in range(2)]
     running: list[list[Assignment]] = [[], []]
     for number, end in enumerate(ends):
         text = f"{(seed + number * number) % 5} {SYSTEM[: 3000 * (1 + number % 5)]}"
