@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 _TERMS = {
-    "ttft": "TTFT",
+    "ttft": "\nTTFT",
     "prefill_work": "prefill\nwork",
     "queue": "queue\nbehind",
-    "eviction": "eviction",
+    "eviction": "\neviction",
     "decode_delay": "decode\ndelay",
-    "batch": "batch",
-    "memory": "memory",
+    "batch": "\nbatch",
+    "memory": "\nmemory",
     "memory_wait": "memory\nwait",
 }
 _TOLD = (
@@ -30,7 +30,12 @@ _TOLD = (
     ("hand_off_ms", "hand-off to first token", "{:,.1f} ms"),
 )
 _MOST_NAMES = 6
-_STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold", "pad_edge": False}
+_STYLE: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "title_justify": "left",
+    "title_style": "bold",
+    "padding": 0,
+}
 
 
 def plain(text: object) -> str:
@@ -118,27 +123,25 @@ def _attempt(attempt: Mapping[str, Any], number: int, of: int) -> Iterator[Rende
 
 
 def _loads(attempt: Mapping[str, Any]) -> Table:
+    candidates = attempt["candidates"]
+    seconds = candidates[0]["prefill_ahead_s"] is not None
+    predicted = candidates[0]["predicted_ttft_s"] is not None
     table = Table(title="Candidates at that moment", **_STYLE)
-    table.add_column("")
-    table.add_column("replica")
-    for column in ("matched\ntokens", "uncached\ntokens", "in\nflight", "running\ndecodes", "prefill\nahead"):
+    table.add_column("\nreplica", overflow="fold")
+    columns = ["cached\ntokens", "uncached\ntokens", "in\nflight", "\ndecodes", "KV use,\nplanned"]
+    columns.append("ahead\nms" if seconds else "ahead\ntokens")
+    for column in [*columns, *(["prefill\nms", "TTFT\nms"] if predicted else [])]:
         table.add_column(column, justify="right")
-    for column in ("KV use", "KV\nplanned", "own\nprefill", "predicted\nTTFT"):
-        table.add_column(column, justify="right")
-    for one in attempt["candidates"]:
-        ahead = one["prefill_ahead_s"]
+    for one in candidates:
         table.add_row(
-            ">" if one["chosen"] else "",
-            plain(one["replica"]),
+            _mark(one),
             f"{one['matched_tokens']:,.0f}",
             f"{one['uncached_tokens']:,.0f}",
             str(one["in_flight"]),
             str(one["running_decodes"]),
-            f"{one['prefill_tokens_ahead']:,.0f} tok" if ahead is None else _seconds(ahead),
-            _share(one["kv_use"]) + (" full" if one["cache_full"] else ""),
-            _share(one["kv_committed"]),
-            _seconds(one["own_prefill_s"]),
-            _seconds(one["predicted_ttft_s"]),
+            f"{_share(one['kv_use'])}, {_share(one['kv_committed'])}" + (", full" if one["cache_full"] else ""),
+            _ms(one["prefill_ahead_s"]) if seconds else f"{one['prefill_tokens_ahead']:,.0f}",
+            *([_ms(one["own_prefill_s"]), _ms(one["predicted_ttft_s"])] if predicted else []),
             style="bold" if one["chosen"] else "",
         )
     return table
@@ -149,17 +152,15 @@ def _costs(attempt: Mapping[str, Any]) -> Table:
     names = [name for name in _TERMS if any(one["cost"]["terms"].get(name) for one in candidates)]
     unit = candidates[0]["cost"]["unit"]
     table = Table(title=f"Cost{', seconds' if unit == 's' else ''}: the least wins", **_STYLE)
-    table.add_column("")
-    table.add_column("replica")
+    table.add_column("\nreplica", overflow="fold")
     for name in names:
         table.add_column(_TERMS[name], justify="right")
-    table.add_column("cost", justify="right")
+    table.add_column("\ncost", justify="right")
     for one in candidates:
         terms = one["cost"]["terms"]
         total = one["cost"]["total"]
         table.add_row(
-            ">" if one["chosen"] else "",
-            plain(one["replica"]),
+            _mark(one),
             *(f"{terms[name]:.4f}" if name in terms else "" for name in names),
             f"{total:.4f}" if unit == "s" else f"{total:,.0f}",
             style="bold" if one["chosen"] else "",
@@ -169,7 +170,7 @@ def _costs(attempt: Mapping[str, Any]) -> Table:
 
 def _left_out(left_out: Iterable[Mapping[str, str]]) -> Table:
     table = Table(title="Left out", **_STYLE)
-    table.add_column("why")
+    table.add_column("why", min_width=30)
     table.add_column("replicas")
     _group(table, left_out)
     return table
@@ -177,7 +178,7 @@ def _left_out(left_out: Iterable[Mapping[str, str]]) -> Table:
 
 def _replicas_now(replicas: Iterable[Mapping[str, str]]) -> Table:
     table = Table(title="Replicas as they are now", **_STYLE)
-    table.add_column("state")
+    table.add_column("state", min_width=30)
     table.add_column("replicas")
     _group(table, ({**replica, "why": replica["why"] or "can take requests"} for replica in replicas))
     return table
@@ -201,7 +202,7 @@ def _from_log(record: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield _sentence("To", record["replica"])
     yield _sentence("Reason", f"{record['reason']} ({record['policy']})")
     terms = Table(title="What was weighed", **_STYLE)
-    terms.add_column("term")
+    terms.add_column("term", min_width=16)
     terms.add_column("value", justify="right")
     for name, value in record["terms"].items():
         terms.add_row(plain(name), f"{value:,.5g}" if abs(value) < 1000 else f"{value:,.0f}")
@@ -210,7 +211,7 @@ def _from_log(record: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _happened(record: Mapping[str, Any], attempt: Mapping[str, Any] | None) -> Table:
     table = Table(title="What happened", show_header=False, **_STYLE)
-    table.add_column("")
+    table.add_column("", min_width=20)
     table.add_column("")
     for key, name, form in _TOLD:
         if record.get(key) is not None:
@@ -244,5 +245,13 @@ def _seconds(value: float | None) -> str:
     return f"{value:,.2f} s" if abs(value) >= 1.0 else f"{1000.0 * value:,.1f} ms"
 
 
+def _mark(candidate: Mapping[str, Any]) -> str:
+    return f"{'>' if candidate['chosen'] else ' '} {plain(candidate['replica'])}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000.0 * seconds:,.1f}"
+
+
 def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100.0 * value:.0f} %"
+    return "-" if value is None else f"{100.0 * value:.0f}%"
