@@ -64,7 +64,7 @@ def left_out(assignment: Assignment) -> dict[str, str]:
 def view(**columns: Any) -> Candidates:
     """Two candidates with nothing to do, save for what is said."""
     names = "in_flight decodes cache_full matched_tokens own_prefill_s predicted_ttft_s decode_delay_s batch_cost_s"
-    plain: dict[str, Any] = dict.fromkeys([*names.split(), "memory_wait_s"], (0, 0))
+    plain: dict[str, Any] = dict.fromkeys([*names.split(), "memory_wait_s", "cache_oldest_use"], (0, 0))
     capacity = {"kv_capacity_tokens": (10_000.0, 10_000.0), "kv_room_tokens": (10_000.0, 10_000.0)}
     return Candidates(slots=(0, 1), **{**plain, **capacity, **columns})
 
@@ -118,6 +118,7 @@ def test_terms_add_up_to_the_cost_that_was_minimised_and_nobody_costs_less(data:
         decodes=decodes,
         in_flight=tuple(running + waiting for running, waiting in zip(decodes, pair(st.integers(0, 20)), strict=True)),
         cache_full=pair(st.booleans()),
+        cache_oldest_use=pair(st.integers(0, 9)),
         matched_tokens=pair(_TOKENS),
         own_prefill_s=pair(_SECONDS),
         predicted_ttft_s=pair(_SECONDS),
