@@ -187,7 +187,21 @@ class PrefixIndex:
             record: the insertion.
             answer: a hash for the prompt's unfinished block and the answer.
         """
-        self.insert(record.slot, [*record.hashes, answer])
+        self._answered(record, answer)
+
+    def _answered(self, record: Record, answer: int) -> _Segment | None:
+        """Put an answer behind its prompt; return the segment it is in, None if it has been put nowhere."""
+        slot, hashes = record.slot, record.hashes
+        replica = self._replicas[slot]
+        if answer in replica.blocks or not hashes:
+            return None
+        segment = _segment_at(replica, hashes[-1], len(hashes) - 1)
+        if segment is None:
+            return None
+        if segment.hashes[-1] != hashes[-1]:
+            segment = _split(replica, segment, len(hashes))
+        self._clock += 1
+        return self._enter(slot, replica, segment, len(hashes), [answer])
 
     def insert(self, slot: int, hashes: list[int], continued: int = 0) -> Record:
         """Believe from now on that the replica holds this prompt, and that it was just used.
@@ -515,9 +529,6 @@ def _depth(blocks: dict[int, int], hashes: list[int]) -> int:
         return 0
     if hashes[-1] in blocks:
         return len(hashes)
-    # An answer is put behind a prompt that is there.
-    if len(hashes) > 1 and hashes[-2] in blocks:
-        return len(hashes) - 1
     return len(hashes) - bisect_left(hashes[::-1], True, key=blocks.__contains__)
 
 

@@ -147,6 +147,14 @@ class SharedIndex(PrefixIndex):
                     self.journal.extended(slot, 0, 0, hashes)
         return record
 
+    def answered(self, record: Record, answer: int) -> None:
+        """Put an answer behind its prompt, and tell of it."""
+        segment = self._answered(record, answer)
+        if self.journal is not None and segment is not None:
+            hashes = record.hashes
+            if answer in self._replicas[record.slot].blocks:
+                self.journal.extended(record.slot, len(hashes), hashes[-1], [answer])
+
     def undo(self, record: Record) -> None:
         """Undo, and tell what is gone."""
         slot, hashes = record.slot, record.hashes

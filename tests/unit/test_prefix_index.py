@@ -431,9 +431,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.clock += 1
         self.index.answered(record, self.hashes(block)[-1])
         model = self.models[record.slot]
-        for n in range(1, len(block) + 1):
-            model.used[block[:n]] = self.clock
-        model.evict(self.cuts)
+        # What is gone by now, or known already, changes nothing.
+        if block not in model.used and model.held(prompt) == len(prompt):
+            for n in range(1, len(block) + 1):
+                model.used[block[:n]] = self.clock
+            model.evict(self.cuts)
 
     @rule(slot=slots, prompt=prompts, data=st.data())
     def continued(self, slot: int, prompt: Prompt, data: st.DataObject) -> None:

@@ -92,6 +92,25 @@ PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=6).map(lambda turns: 
 ALL = [prompt(*([a, b, c] * 2)) for a in (1, 2, 3) for b in (1, 2, 3) for c in (1, 2, 3)]
 
 
+def test_an_answer_is_known_to_all_and_any_may_continue_it() -> None:
+    logs = new_logs()
+    one, other = Worker(1, logs), Worker(2, logs, URLS[::-1])
+    hashes = prompt(1, 2, 3)
+    slot, there = one.slot(URLS[1]), other.slot(URLS[1])
+    record = one.index.insert(slot, hashes)
+    one.index.answered(record, 77)
+    one.write()
+    other.follow()
+    assert other.index.holds(there, 77)
+    assert other.index.insert(there, prompt(1, 2, 3, 4), 77).continues
+    assert not other.index.holds(there, 77)
+    other.write()
+    one.follow()
+    assert one.believes([prompt(1, 2, 3, 4)]) == [{URLS[1]: 4}]
+    for worker in (one, other):
+        assert_sound(worker.index)
+
+
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, REPLICAS - 1), PROMPTS, st.booleans()), max_size=30))
 def test_workers_that_insert_at_the_same_time_come_to_believe_the_same(
     requests: list[tuple[int, int, list[int], bool]],
@@ -100,7 +119,9 @@ def test_workers_that_insert_at_the_same_time_come_to_believe_the_same(
     # The same fleet in another order: slots are each worker's own.
     workers = [Worker(1, logs), Worker(2, logs, URLS[::-1])]
     for number, replica, hashes, deliver in requests:
-        workers[number].index.insert(workers[number].slot(URLS[replica]), hashes)
+        record = workers[number].index.insert(workers[number].slot(URLS[replica]), hashes)
+        if hashes[-1] % 2:
+            workers[number].index.answered(record, hashes[-1] // 3)
         if deliver:
             for worker in workers:
                 worker.write()
@@ -111,6 +132,7 @@ def test_workers_that_insert_at_the_same_time_come_to_believe_the_same(
     for worker in (*workers, cold):
         worker.follow()
     asked = ALL + [hashes for _, _, hashes, _ in requests]
+    asked += [[*hashes, hashes[-1] // 3] for _, _, hashes, _ in requests]
     assert workers[0].believes(asked) == workers[1].believes(asked) == cold.believes(asked)
     assert cold.share.counts.orphans == cold.share.counts.bad_entries == 0
 
