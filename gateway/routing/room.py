@@ -19,7 +19,16 @@ _TOGETHER = 0.05
 class Room:
     """The reasons, by slot."""
 
-    __slots__ = ("_in_flight", "_limits", "_marked", "_slow_start_s", "_spared_until_s", "_warming_since_s")
+    __slots__ = (
+        "_alike",
+        "_alike_until_s",
+        "_in_flight",
+        "_limits",
+        "_marked",
+        "_slow_start_s",
+        "_spared_until_s",
+        "_warming_since_s",
+    )
 
     def __init__(self, in_flight: Sequence[int], slow_start_s: float = 0.0) -> None:
         """Begin without replicas.
@@ -35,6 +44,9 @@ class Room:
         # The time is that of the first request after it came up: nothing was sent before.
         self._warming_since_s: dict[int, float | None] = {}
         self._marked: set[int] = set()
+        # Slots of which none is behind the others, however warm they are, and until when none needs to be looked at.
+        self._alike: Sequence[int] = ()
+        self._alike_until_s = 0.0
 
     def copy(self) -> "Room":
         """Return another that knows the same, to be asked without consequences."""
@@ -53,6 +65,7 @@ class Room:
     def slow_start(self, seconds: float) -> None:
         """Change how long replicas that come up take to their full share; 0 for none."""
         self._slow_start_s = seconds
+        self._alike = ()
         if not seconds:
             slots = list(self._warming_since_s)
             self._warming_since_s.clear()
@@ -84,6 +97,7 @@ class Room:
         self._spared_until_s.pop(slot, None)
         self._warming_since_s.pop(slot, None)
         self._marked.discard(slot)
+        self._alike = ()
 
     def among(self, slots: Sequence[int], now_s: float) -> Sequence[int]:
         """Return those of the slots that should be chosen from; empty when all are at their limit.
@@ -101,7 +115,7 @@ class Room:
             return slots
         if self._spared_until_s:
             slots = self._not_spared(slots, now_s)
-        if self._warming_since_s:
+        if self._warming_since_s and not (slots is self._alike and now_s < self._alike_until_s):
             slots = self._warm_enough(slots, now_s)
         return slots
 
@@ -130,6 +144,10 @@ class Room:
         oldest_s = max(ages_s)
         together_s = oldest_s - _TOGETHER * whole_s
         first = [self._in_flight[slot] for slot, age_s in zip(slots, ages_s, strict=True) if age_s >= together_s]
+        if len(first) == len(slots):
+            # They stay together: all become older at the same pace, until the first is warm.
+            self._alike, self._alike_until_s = slots, now_s + whole_s - oldest_s
+            return slots
         mean = sum(first) / len(first)
         return [
             slot
@@ -138,6 +156,7 @@ class Room:
         ]
 
     def _mark(self, slot: int) -> None:
+        self._alike = ()
         if slot in self._limits or slot in self._spared_until_s or slot in self._warming_since_s:
             self._marked.add(slot)
         else:

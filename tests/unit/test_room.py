@@ -96,3 +96,29 @@ def test_only_hard_limits_can_leave_nobody(
     assert set(chosen) <= set(below)
     assert bool(chosen) == bool(below)
     assert list(chosen) == sorted(chosen)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["ask", "up", "spare", "forget"]), st.integers(0, 3), st.floats(0.0, 4.0)),
+        max_size=40,
+    ),
+    st.lists(st.integers(0, 9), min_size=4, max_size=4),
+)
+def test_what_is_remembered_of_a_fleet_that_warms_up_changes_nothing(
+    events: list[tuple[str, int, float]], in_flight: list[int]
+) -> None:
+    remembering, forgetful = Room(in_flight, 10.0), Room(in_flight, 10.0)
+    slots = [0, 1, 2, 3]
+    now_s = 0.0
+    for what, slot, later_s in events:
+        now_s += later_s
+        for room in (remembering, forgetful):
+            if what == "up":
+                room.came_up(slot)
+            elif what == "spare":
+                room.spare(slot, now_s + 1.0)
+            elif what == "forget":
+                room.forget(slot)
+        forgetful._alike = ()
+        assert list(remembering.among(slots, now_s)) == list(forgetful.among(slots, now_s))
