@@ -4,6 +4,7 @@ Columns are lists indexed by replica slot. State columns are the load ledger's o
 ones are scratch space, valid only while a policy chooses. Scraped ones are copied now and then.
 """
 
+from array import array
 from collections.abc import Sequence
 from math import inf
 from operator import itemgetter
@@ -100,9 +101,6 @@ class Columns:
         self._running: list[int] = []
         self._kv_usage: list[float] = []
         self._cache_full: list[bool] = []
-        # Shared by all decisions between two reads of the engines.
-        self._full_copy: tuple[bool, ...] = ()
-        self._kv_usage_copy: tuple[float, ...] = ()
         self._waits: list[int] = []
         self._key: PromptKey | None = None
         self._scraped_at_s: list[float | None] = []
@@ -168,7 +166,6 @@ class Columns:
             self._cache_full.append(False)
             self.block_tokens.append(ENGINE_BLOCK_TOKENS)
             self._names.append("")
-        self._full_copy, self._kv_usage_copy = tuple(self._cache_full), tuple(self._kv_usage)
         self._names[slot] = name
         self._waiting[slot], self._running[slot], self._kv_usage[slot] = 0, 0, 0.0
 
@@ -300,31 +297,37 @@ class Columns:
         Args:
             chosen: the slot that was chosen; of a large fleet, it is among those whose columns are copied.
         """
-        ledger, full, kv_usage = self._ledger, self._full_copy, self._kv_usage_copy
-        matched: Sequence[float] = self.matched_tokens if self._matched or self._matched_by_tokens else ()
-        waits: Sequence[float] = self.memory_wait_s if self._waits else ()
-        room, ahead_s = self._memory.room_tokens, self._ahead_s if self._reads_ahead else []
-        slots = self._looked_at if self._walk is not None else self.candidates.slots
-        if len(self._names) > _COPIED_AT_MOST:
+        ledger, memory, slots = self._ledger, self._memory, self.candidates.slots
+        columns: tuple[Sequence[float], ...] = (
+            ledger.in_flight,
+            ledger.decodes,
+            ledger.prefill_tokens,
+            memory.room_tokens,
+            self._cache_full,
+            self._kv_usage,
+            self.matched_tokens,
+            self.memory_wait_s,
+            self._ahead_s,
+            self.own_prefill_s,
+            self.predicted_ttft_s,
+            self._delay_s,
+            self._batch_cost_s,
+        )
+        values: list[float] = []
+        if self._walk is not None:
+            slots = self._looked_at
+        whole = len(self._names) <= _COPIED_AT_MOST
+        if whole:
+            for column in columns:
+                values.extend(column)
+        else:
             if len(slots) > _COPIED_AT_MOST:
                 slots = [*slots[: _COPIED_AT_MOST - 1], chosen]
             # One more, because of one item alone no tuple would be made.
             take = itemgetter(*slots, chosen)
-            return Copy(slots, False, tuple([take(column) if column else () for column in (
-                ledger.in_flight, ledger.decodes, ledger.prefill_tokens, room, full, kv_usage, matched, waits, ahead_s,
-                *self._predictions(),
-            )]))  # fmt: skip
-        own_s, ttft_s, delay_s, batch_cost_s = self._predictions()
-        return Copy(slots, True, (
-            tuple(ledger.in_flight), tuple(ledger.decodes), tuple(ledger.prefill_tokens), tuple(room), full, kv_usage,
-            tuple(matched), tuple(waits), tuple(ahead_s), tuple(own_s), tuple(ttft_s), tuple(delay_s),
-            tuple(batch_cost_s),
-        ))  # fmt: skip
-
-    def _predictions(self) -> tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]:
-        if not self._predicted:
-            return (), (), (), ()
-        return self.own_prefill_s, self.predicted_ttft_s, self._delay_s, self._batch_cost_s
+            for column in columns:
+                values.extend(take(column))
+        return Copy(slots, whole, array("d", values), self._reads_ahead, self._predicted)
 
     def clear(self) -> None:
         """Forget the matches of the last request."""
@@ -437,4 +440,3 @@ class Columns:
                     self._scraped_at_s[slot] = kv.scraped_at_s
                     if kv.kv_usage is not None and kv.waiting == 0:
                         self._memory.saw_usage(slot, kv.kv_usage, now_s)
-        self._full_copy, self._kv_usage_copy = tuple(self._cache_full), tuple(self._kv_usage)

@@ -5,6 +5,7 @@ the candidates, and which sets of replicas were left over on the way. The terms 
 somebody asks, through the policy's own code (`gateway.routing.explain`).
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,21 +32,53 @@ COPIED = (
 """The order of `Copy.columns`."""
 
 
+_COUNTS = 2
+"""So many of these, the first, are whole numbers."""
+_PREDICTED_FROM = COPIED.index(Column.OWN_PREFILL_S)
+
+
 class Copy:
-    """The columns of one moment.
+    """The columns of one moment, in one piece: thousands of these are kept, and are not to be a hundred objects each.
 
     Attributes:
         slots: the candidates that were looked at; of many, not all.
         whole: columns are indexed by slot; else by position in `slots`.
-        columns: in the order of `COPIED`; an empty one had not been filled, or was zero everywhere.
     """
 
-    __slots__ = ("columns", "slots", "whole")
+    __slots__ = ("_ahead", "_predicted", "_values", "slots", "whole")
 
-    def __init__(self, slots: Sequence[int], whole: bool, columns: tuple[Sequence[Any], ...]) -> None:
+    def __init__(self, slots: Sequence[int], whole: bool, values: "array[float]", ahead: bool, predicted: bool) -> None:
+        """Keep values.
+
+        Args:
+            slots: as the attribute.
+            whole: as the attribute.
+            values: the columns of `COPIED`, one after the other, all of one length.
+            ahead: work ahead had been filled.
+            predicted: so had predictions.
+        """
         self.slots = slots
         self.whole = whole
-        self.columns = columns
+        self._values = values
+        self._ahead = ahead
+        self._predicted = predicted
+
+    @property
+    def columns(self) -> list[Sequence[Any]]:
+        """The columns in the order of `COPIED`; what had not been filled is empty."""
+        width = len(self._values) // len(COPIED)
+        found: list[Sequence[Any]] = []
+        for number, column in enumerate(COPIED):
+            values = self._values[number * width : (number + 1) * width].tolist()
+            if number < _COUNTS:
+                found.append([int(value) for value in values])
+            elif (column is Column.PREFILL_S and not self._ahead) or (
+                number >= _PREDICTED_FROM and not self._predicted
+            ):
+                found.append(())
+            else:
+                found.append(values)
+        return found
 
 
 class Standing:

@@ -224,13 +224,14 @@ def _shortlisted(decision: Decision) -> bool:
 def _candidates(decision: Decision) -> list[dict[str, Any]]:
     """Return what was known of each candidate, the cheapest first."""
     copy, standing = decision.copy, decision.standing.replicas
-    count = max(map(len, copy.columns))
+    columns = copy.columns
+    count = max(map(len, columns))
     capacity = decision.standing.capacity_tokens
     at = {slot: slot if copy.whole else position for position, slot in enumerate(copy.slots)}
     view = Candidates(slots=(), kv_capacity_tokens=capacity if copy.whole else [capacity[slot] for slot in copy.slots])
-    for column, values in zip(COPIED, copy.columns, strict=True):
+    for column, values in zip(COPIED, columns, strict=True):
         setattr(view, column, values or (0.0,) * count)
-    known = {column for column, values in zip(COPIED, copy.columns, strict=True) if values}
+    known = {column for column, values in zip(COPIED, columns, strict=True) if values}
     request = Request(decision.prompt_tokens, decision.output_tokens, now_s=decision.now_s)
     terms = CostTerms(decision.policy, decision.choice.terms)
     found: list[dict[str, Any]] = []
