@@ -57,7 +57,7 @@ LONG = 0.5
 """Share of an engine's step from which a prompt holds up the others."""
 MEMORY_PRICE = 10.0
 """As `memory_price` of policies/predicted_ttft.py."""
-ELSEWHERE = 0.75
+ELSEWHERE = 0.85
 """Of the price of prefill work, what it costs on a prefill replica: only long prompts wait for it there."""
 REST_AFTER_S = 30.0
 """Seconds without a hand-off after which prefill replicas serve whole requests: longer than most answers run, so that
