@@ -183,6 +183,8 @@ class PrefixIndex:
     def answered(self, record: Record, answer: int) -> None:
         """Believe that the replica holds the answer to the prompt of an insertion, too.
 
+        That is no use of the prompt, but part of the one that ends with it (`release`).
+
         Args:
             record: the insertion.
             answer: a hash for the prompt's unfinished block and the answer.
@@ -198,10 +200,20 @@ class PrefixIndex:
         segment = _segment_at(replica, hashes[-1], len(hashes) - 1)
         if segment is None:
             return None
-        if segment.hashes[-1] != hashes[-1]:
-            segment = _split(replica, segment, len(hashes))
-        self._clock += 1
-        return self._enter(slot, replica, segment, len(hashes), [answer])
+        if segment.children is not None or segment.hashes[-1] != hashes[-1]:
+            if segment.hashes[-1] != hashes[-1]:
+                segment = _split(replica, segment, len(hashes))
+            self._clock += 1
+            return self._enter(slot, replica, segment, len(hashes), [answer])
+        segment.hashes.append(answer)
+        replica.blocks[answer] = segment.number
+        added = self._schedule.covered_bytes(len(hashes) + 1) - self._schedule.offsets[len(hashes)]
+        replica.held_bytes += added
+        if segment.holders:
+            self.in_use_bytes[slot] += added
+        if replica.held_bytes > replica.capacity_bytes:
+            self._evict(slot, replica)
+        return segment
 
     def insert(self, slot: int, hashes: list[int], continued: int = 0) -> Record:
         """Believe from now on that the replica holds this prompt, and that it was just used.

@@ -433,8 +433,11 @@ class IndexMachine(RuleBasedStateMachine):
         model = self.models[record.slot]
         # What is gone by now, or known already, changes nothing.
         if block not in model.used and model.held(prompt) == len(prompt):
-            for n in range(1, len(block) + 1):
-                model.used[block[:n]] = self.clock
+            if any(len(other) > len(prompt) and other[: len(prompt)] == prompt for other in model.used):
+                for n in range(1, len(block) + 1):
+                    model.used[block[:n]] = self.clock
+            else:
+                model.used[block] = model.used[prompt]
             model.evict(self.cuts)
 
     @rule(slot=slots, prompt=prompts, data=st.data())
@@ -460,6 +463,9 @@ class IndexMachine(RuleBasedStateMachine):
         for n in range(matched + 1, len(prompt) + 1):
             if model.used.get(prompt[:n]) == time:
                 del model.used[prompt[:n]]
+        # An answer goes with the end of its prompt.
+        if prompt not in model.used:
+            model.used.pop((*prompt, ANSWER), None)
 
     @rule(slot=slots, prompt=prompts, data=st.data())
     def truncate(self, slot: int, prompt: Prompt, data: st.DataObject) -> None:
