@@ -306,7 +306,9 @@ class Gateway:
             request_log=self._request_log,
             replica_tls=tls,
             asks_usage=prefixes.ask_usage,
-            recent=Recent(config.logging.decisions) if config.logging.decisions else None,
+            recent=Recent(config.logging.decisions, config.logging.decisions_per_s)
+            if config.logging.decisions
+            else None,
         )
         ledger.on_room = self.plane.queue.room_may_be
         key = config.admin.key

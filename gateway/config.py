@@ -349,6 +349,9 @@ class Logging(_Section):
     decisions: int = Field(1024, ge=0, le=1_000_000)
     """Requests that each worker keeps in memory after their end, with all that was weighed for them, for `warmgate
     explain`: some 4 KB each with 8 replicas. 0 keeps none."""
+    decisions_per_s: float = Field(50.0, gt=0)
+    """Of requests that went as they should, each worker keeps so many a second at most. Those that failed, were tried
+    again, or came much later than predicted are kept in any case."""
 
 
 class Paths(_Section):

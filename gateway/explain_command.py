@@ -137,6 +137,9 @@ def _unknown(request_id: str, answer: Mapping[str, Any]) -> str:
     age_s = answer["oldest_age_s"]
     if age_s is not None:
         kept += f", the oldest ended {age_s:,.0f} s ago"
+    per_s = answer.get("per_s")
+    if per_s is not None:
+        kept += f"; of those that went well up to {per_s:,.0f} a second (logging.decisions_per_s)"
     return f"request {request_id} is not known: {kept}; a restart forgets them. The request log may have it: --log FILE"
 
 

@@ -28,6 +28,7 @@ _FIXED_OPTIONS = (
     ("routing", "session_header"),
     ("logging", "requests"),
     ("logging", "decisions"),
+    ("logging", "decisions_per_s"),
 )
 
 

@@ -21,10 +21,10 @@ the request's own TTFT, and it rises with the load of the replica:
 
 - queue_price, by the requests before their first token. All who come while this prompt waits or is computed start later
   by its own prefill. The server is first come, first served, so by Little's law (J. Little, "A proof for the queuing
-  formula L = lambda W", 1961) those who come during a wait are as many, on average, as are found in the queue. Fewer
-  are charged, because who comes later may go elsewhere. Under overload this term decides: long prompts keep away from
-  queues of many short ones, as where jobs are assigned to servers by size (M. Harchol-Balter, M. Crovella, C. Murta,
-  "On choosing a task assignment policy for a distributed server system", 1999), but no sizes have to be set.
+  formula L = lambda W", 1961) those who come during a wait are as many, on average, as are found in the queue. Under
+  overload this term decides: long prompts keep away from queues of many short ones, as where jobs are assigned to
+  servers by size (M. Harchol-Balter, M. Crovella, C. Murta, "On choosing a task assignment policy for a distributed
+  server system", 1999), but no sizes have to be set.
 - decode_price, by the answers that run: each of their streams stands still for as long as the prompt is computed.
 - eviction_price, where the cache is full: what a prompt drives out is computed again if it comes again, and then others
   wait for that as well, when the fleet has least to spare: it counts several times.
@@ -84,7 +84,7 @@ class PredictedTTFT:
         batch_price: float = 5.0,
         memory_price: float = 10.0,
         wait_price: float = 0.03,
-        queue_price: float = 0.5,
+        queue_price: float = 1.0,
     ) -> None:
         """Make the policy.
 

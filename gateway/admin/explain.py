@@ -62,6 +62,7 @@ class Explainer:
             "found": False,
             "kept": len(recent) if recent is not None else 0,
             "capacity": recent.capacity if recent is not None else 0,
+            "per_s": recent.per_s if recent is not None else None,
             "oldest_age_s": now_s - oldest_s if oldest_s is not None else None,
         }
 

@@ -309,11 +309,16 @@ class DataPlane:
         assignment = exchange.assignment
         count(exchange, tally, now_s, self.metric_name(assignment.replica) if assignment is not None else "")
         log, recent = self._request_log, self.recent
-        if exchange.outcome is not Outcome.LOCAL and (log is not None or recent is not None):
+        outcome = exchange.outcome
+        if outcome is Outcome.LOCAL:
+            return
+        well = outcome is Outcome.OK and exchange.attempts == 1
+        keep = recent is not None and recent.wants(assignment, well, now_s)
+        if log is not None or keep:
             record = log_record(exchange, now_s)
             if log is not None:
                 log.add(record)
-            if recent is not None:
+            if recent is not None and keep:
                 recent.add(record, assignment.decision if assignment is not None else None, now_s)
 
     def under_way(self, request_id: str) -> Exchange | None:

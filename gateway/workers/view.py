@@ -218,6 +218,7 @@ def merge_explanations(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "found": False,
         "kept": sum(answer["kept"] for answer in answers),
         "capacity": sum(answer["capacity"] for answer in answers),
+        "per_s": sum(answer["per_s"] or 0.0 for answer in answers),
         "oldest_age_s": max(ages_s, default=None),
     }
 

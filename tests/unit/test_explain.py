@@ -91,7 +91,7 @@ def test_the_terms_of_a_worked_example() -> None:
         {
             "ttft": 1.0,
             "prefill_work": 0.1 * 0.2,
-            "queue": 0.5 * (5 - 2) * 0.2,
+            "queue": 1.0 * (5 - 2) * 0.2,
             "eviction": 4.0 * 0.5 * 0.2,
             "decode_delay": 0.05 * 3.0,
             "batch": 5.0 * 0.01,

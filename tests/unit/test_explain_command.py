@@ -2,7 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner, Result
@@ -11,6 +12,7 @@ from rich.console import Console
 from gateway.cli import main
 from gateway.explain_tables import plain, tables
 from gateway.proxy.recent import Recent
+from gateway.routing.assignment import Assignment
 
 RECORD: dict[str, Any] = {
     "event": "request",
@@ -119,8 +121,30 @@ def test_what_comes_from_outside_cannot_command_the_terminal() -> None:
     assert "[bold]x" in "".join(str(part) for part in tables({"id": record["id"], "attempts": [], "record": record}))
 
 
+def attempt(predicted_ttft_s: float, observed_ttft_s: float | None) -> Assignment:
+    made = SimpleNamespace(predicted_ttft_s=predicted_ttft_s, observed_ttft_s=observed_ttft_s)
+    return cast(Assignment, made)
+
+
+def test_of_requests_that_went_well_so_many_a_second_are_kept_and_all_others() -> None:
+    recent = Recent(1000, 5.0)
+    good = attempt(0.1, 0.1)
+    # Two seconds' worth are saved up.
+    assert [recent.wants(good, True, 0.0) for _ in range(12)] == [True] * 10 + [False] * 2
+    assert not recent.wants(good, True, 0.1)
+    assert recent.wants(good, True, 0.2)
+    assert not recent.wants(good, True, 0.3)
+    assert sum(recent.wants(good, True, 0.3 + number / 100) for number in range(1000)) == pytest.approx(50, abs=1)
+    # Failed, tried again, never sent, late.
+    assert all(recent.wants(good, False, 10.3) for _ in range(100))
+    assert recent.wants(None, True, 10.3)
+    assert recent.wants(attempt(0.1, 0.31), True, 10.3)
+    assert not recent.wants(attempt(0.1, 0.29), True, 10.3)
+    assert not recent.wants(attempt(0.1, None), True, 10.3)
+
+
 def test_the_oldest_go_first_and_the_last_of_an_id_is_found() -> None:
-    recent = Recent(2)
+    recent = Recent(2, 50.0)
     assert recent.oldest_s is None
     for number in range(3):
         recent.add({"id": f"id-{number}"}, None, 10.0 + number)
