@@ -1,5 +1,9 @@
 """One JSON line per request, written by a thread of its own: a pipe that nobody reads must not stop the event loop.
 
+The thread does nothing but write. Whatever else it did would hold the interpreter's lock, for up to five milliseconds
+at a time, and keep the event loop waiting: lines are made where the records are, while these are still in the
+processor's cache.
+
 Several workers write to one pipe. POSIX keeps apart what is written in pieces of up to PIPE_BUF bytes, so whole lines
 are written in such pieces; a line longer than that goes alone.
 """
@@ -18,8 +22,10 @@ _log = logging.getLogger(__name__)
 
 _MAX_PENDING = 50_000
 _FLUSH_S = 0.2
-_PIECE_BYTES = getattr(select, "PIPE_BUF", 512)
+_SHARED_PIECE_BYTES = getattr(select, "PIPE_BUF", 512)
 """512 is the least that POSIX allows."""
+_PIECE_BYTES = 1 << 18
+"""Where nobody else writes: each piece costs the event loop a change of threads or two."""
 
 
 class RequestLog:
@@ -40,12 +46,13 @@ class RequestLog:
         Args:
             stream: where lines go; standard output by default.
             max_pending: records kept for a slow reader.
-            fields: stand in every line.
+            fields: stand in every line; with any, others are taken to write to the same pipe.
         """
         self._stream: IO[bytes] = stream if stream is not None else sys.stdout.buffer
         self._max_pending = max_pending
         self._fields = dict(fields or {})
-        self._pending: deque[dict[str, Any]] = deque()
+        self._piece_bytes = _SHARED_PIECE_BYTES if fields else _PIECE_BYTES
+        self._pending: deque[bytes] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.dropped = 0
@@ -60,7 +67,7 @@ class RequestLog:
         if len(self._pending) >= self._max_pending:
             self.dropped += 1
             return
-        self._pending.append(record)
+        self._pending.append(_line({**record, **self._fields} if self._fields else record))
 
     def stop(self) -> None:
         """Write what is left, for as long as a second at most."""
@@ -83,12 +90,12 @@ class RequestLog:
                 return
 
     def _write(self) -> None:
-        pending, fields = self._pending, self._fields
+        pending, most = self._pending, self._piece_bytes
         lines: list[bytes] = []
         size = 0
         while pending:
-            line = _line({**pending.popleft(), **fields})
-            if size + len(line) > _PIECE_BYTES and lines:
+            line = pending.popleft()
+            if size + len(line) > most and lines:
                 self._write_piece(lines)
                 lines, size = [], 0
             lines.append(line)
