@@ -6,7 +6,7 @@ No I/O and no clock. `gateway.sharing.follower` and `writer` carry the entries.
 import logging
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gateway.prefixes.shared import Log, SharedIndex
@@ -132,6 +132,8 @@ class PrefixShare:
         self._by_slot: list[_Known | None] = []
         self._by_identity: dict[int, _Known] = {}
         self._waiting_bytes = 0
+        self.on_news: Callable[[], None] | None = None
+        """Called when there is something to tell, after a time with nothing. It must be cheap."""
         for replica in fleet.replicas.values():
             self._attach(replica)
         fleet.on_change(self._changed)
@@ -153,6 +155,8 @@ class PrefixShare:
             return
         waiting = self._shards[known.shard].waiting
         waiting.append((known.identity, known.epoch_ms, record))
+        if not self._waiting_bytes and self.on_news is not None:
+            self.on_news()
         self._waiting_bytes += length_bytes
         while self._waiting_bytes > WAITING_BYTES:
             longest = max(self._shards, key=lambda shard: len(shard.waiting)).waiting

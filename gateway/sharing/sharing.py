@@ -124,7 +124,7 @@ class Sharing:
         # Cancelling is not enough: the library may take a cancellation for its own timeout.
         self._ending = asyncio.Event()
         self._news = asyncio.Event()
-        self.loads.on_news = self._news.set
+        self.loads.on_news = self.prefixes.on_news = self._news.set
         self._started_s = clock()
         self._positions: dict[str, str] = dict.fromkeys(self._keys.logs, "0-0")
         self._births: list[bytes | None] = [None] * shards

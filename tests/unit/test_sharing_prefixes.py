@@ -512,3 +512,16 @@ def test_other_block_lengths_are_other_keys() -> None:
     keys = [Keys("w", BlockSchedule(block_bytes=size), 4) for size in (256, 512)]
     assert not set(keys[0].logs) & set(keys[1].logs)
     assert len({*keys[0].logs, *keys[0].births, keys[0].load}) == 9
+
+
+def test_the_first_record_after_a_pause_is_news() -> None:
+    worker = Worker(1, new_logs())
+    news: list[int] = []
+    worker.share.on_news = lambda: news.append(len(news))
+    slot = worker.slot(URLS[0])
+    worker.index.insert(slot, prompt(1, 2))
+    worker.index.insert(slot, prompt(1, 2, 3))
+    assert len(news) == 1
+    worker.write()
+    worker.index.truncate(slot, prompt(1, 2, 3), 1)
+    assert len(news) == 2
