@@ -72,6 +72,8 @@ class Copy:
             values = self._values[number * width : (number + 1) * width].tolist()
             if number < _COUNTS:
                 found.append([int(value) for value in values])
+            elif column is Column.CACHE_FULL:
+                found.append([bool(value) for value in values])
             elif (column is Column.PREFILL_S and not self._ahead) or (
                 number >= _PREDICTED_FROM and not self._predicted
             ):

@@ -17,6 +17,7 @@ from gateway.replicas.metrics_page import ScrapedState
 from gateway.replicas.registry import Fleet
 from gateway.replicas.spec import ReplicaSpec, Role
 from gateway.routing.assignment import Assignment
+from gateway.routing.decision import COPIED
 from gateway.routing.explain import MOST_SHOWN, explain, explained, who_could
 from gateway.routing.query import Query
 from gateway.routing.refusals import Saturated
@@ -24,7 +25,7 @@ from gateway.routing.router import Router
 from policies.catalog import POLICIES, make_policy
 from policies.cost_terms import CostTerms
 from policies.predicted_ttft import PredictedTTFT
-from policies.types import Candidates, Request
+from policies.types import Candidates, Column, Request
 from policies.understudy import understudy
 
 SCHEDULE = BlockSchedule()
@@ -186,6 +187,14 @@ def test_the_replica_that_holds_the_prompt() -> None:
     assert found["why"].startswith(f"{second.replica.name}: holds {tokens}; first token predicted ")
     assert " sooner than on the next best, " in found["why"]
     json.dumps(found, allow_nan=False)
+    # Compiled policies take nothing else.
+    kinds = {
+        column: {type(value) for value in values}
+        for column, values in zip(COPIED, second.decision.copy.columns, strict=True)
+    }
+    assert kinds.pop(Column.CACHE_FULL) == {bool}
+    assert kinds.pop(Column.IN_FLIGHT) == kinds.pop(Column.DECODES) == {int}
+    assert set().union(*kinds.values()) == {float}
 
 
 def test_why_it_did_not_go_where_its_prompt_is() -> None:
