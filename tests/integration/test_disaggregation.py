@@ -11,6 +11,7 @@ from support.gateways import RunningGateway, running_gateway
 from support.waiting import eventually
 
 from gateway.config import Config
+from gateway.replicas.registry import Replica
 from loadtests.replica import ReplicaConfig, RunningReplica, start_replica
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 400
@@ -144,14 +145,21 @@ async def test_kv_that_cannot_be_fetched_is_computed_instead(fleet: Fleet) -> No
     assert 'warmgate_hand_off_fallbacks_total{cause="hand_off_failed"} 1.0' in await fleet.metrics()
 
 
+async def prefill_on(fleet: Fleet, other: RunningReplica) -> Replica:
+    """Put another replica in the prefill replica's place; return what the gateway knows of it."""
+    gateway = fleet.gateway.gateway
+    config = gateway.config.model_copy(deep=True).model_dump()
+    config["replicas"] = [config["replicas"][0] | {"name": "other", "url": other.url}, *config["replicas"][1:]]
+    await gateway.reload(Config.model_validate(config))
+    added = gateway.fleet.replicas["other"]
+    await eventually(lambda: added.up and added.kv.block_size_tokens)
+    return added
+
+
 async def test_replicas_of_different_block_sizes_are_not_paired(fleet: Fleet) -> None:
     other = await start_replica(replica_config(block_size=32))
     try:
-        config = fleet.gateway.gateway.config.model_copy(deep=True).model_dump()
-        config["replicas"] = [config["replicas"][0] | {"name": "other", "url": other.url}, *config["replicas"][1:]]
-        await fleet.gateway.gateway.reload(Config.model_validate(config))
-        added = fleet.gateway.gateway.fleet.replicas["other"]
-        await eventually(lambda: added.up and added.kv.block_size_tokens)
+        await prefill_on(fleet, other)
         await fleet.text()
         assert other.engine.computed_prompt_tokens == 0
     finally:
@@ -205,11 +213,7 @@ async def test_replicas_of_different_versions_are_not_paired_until_a_rolling_upd
 async def test_a_replica_that_tells_no_version_is_paired(fleet: Fleet) -> None:
     other = await start_replica(replica_config(engine_version=""))
     try:
-        config = fleet.gateway.gateway.config.model_copy(deep=True).model_dump()
-        config["replicas"] = [config["replicas"][0] | {"name": "other", "url": other.url}, *config["replicas"][1:]]
-        await fleet.gateway.gateway.reload(Config.model_validate(config))
-        added = fleet.gateway.gateway.fleet.replicas["other"]
-        await eventually(lambda: added.up and added.kv.block_size_tokens)
+        added = await prefill_on(fleet, other)
         await fleet.text()
         assert added.version is None
         assert other.engine.computed_prompt_tokens > 4000
