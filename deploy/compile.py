@@ -1,4 +1,4 @@
-"""Compile the modules that every request passes through, with mypyc.
+"""Compile with mypyc the modules that every request passes through, and the one in Cython (`native.py`).
 
     python deploy/compile.py                  # build/compiled: a copy of the tree with extensions beside the modules
     python deploy/compile.py --wheel dist     # and a wheel of it
@@ -6,7 +6,7 @@
 The modules are the same files, and stay what is imported where no wheel fits the interpreter. The extensions go into a
 copy and never beside the sources: there, an extension older than its module would hide it.
 
-Needs a C compiler, and mypy, setuptools and the package's dependencies in the interpreter that runs this.
+Needs a C++ compiler, and mypy, Cython, setuptools and the package's dependencies in the interpreter that runs this.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import native
+
 ROOT = Path(__file__).parent.parent
 TREE = ROOT / "build" / "compiled"
 COPIED = ("gateway", "policies", "loadtests", "tests", "docs", "deploy", "pyproject.toml", "README.md", "LICENSE")
@@ -23,22 +25,27 @@ COPIED = ("gateway", "policies", "loadtests", "tests", "docs", "deploy", "pyproj
 MODULES = (
     "gateway/estimator/{calibration,fallback,hardware,model,predictor,roofline,splitting,transfer}",
     "gateway/prefixes/{feedback,index,shared}",
-    "gateway/prompt/{body,canonical,hand_off,messages,rewrite,token_chain,tokens}",
+    "gateway/prompt/{blocks,body,canonical,hand_off,messages,rewrite,token_chain,tokens}",
     "gateway/proxy/{admission,answer,client,errors,exchange,failures,heads,intake,observe,plane,prefill_leg,record}",
     "gateway/proxy/{remote_prefill,reply,retry_budget,routes,tally,timeouts,upload,upstream,usage_filter}",
     "gateway/replicas/{breaker,ejection,kv_memory,load,replica}",
     "gateway/routing/{assignment,columns,decision,hand_off,pairing,query,refusals,room,router,shortlist,slo}",
     "policies/{draw,predicted_ttft,slo}",
 )
-"""What is compiled, as shell patterns without the suffix. Not compiled:
-protocols that are looked at at run time (policies/types.py), and what got slower (gateway/prompt/blocks.py: integers
-above 62 bits are objects for mypyc)."""
+"""What mypyc compiles, as shell patterns without the suffix. Not protocols that are looked at at run time
+(policies/types.py)."""
 
 SETUP = """\
+import sys
+
 from mypyc.build import mypycify
 from setuptools import setup
 
-setup(ext_modules=mypycify({paths!r}, opt_level={level!r}, debug_level="0"))
+sys.path.insert(0, {deploy!r})
+from native import LIBRARIES, extensions
+
+modules = mypycify({paths!r}, opt_level={level!r}, debug_level="0")
+setup(ext_modules=[*modules, *extensions(LIBRARIES)])
 """
 
 
@@ -81,7 +88,9 @@ def main() -> None:
     arguments = parser.parse_args()
     paths = module_paths()
     copy_tree()
-    (TREE / "setup.py").write_text(SETUP.format(paths=paths, level=arguments.level), encoding="utf-8")
+    native.fetch(TREE / native.LIBRARIES)
+    setup = SETUP.format(paths=paths, level=arguments.level, deploy=str(TREE / "deploy"))
+    (TREE / "setup.py").write_text(setup, encoding="utf-8")
     subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=TREE, check=True)
     if arguments.wheel is not None:
         pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]

@@ -32,11 +32,13 @@ from gateway.prompt.messages import (
     Append,
     Document,
     NoFormError,
+    Written,
     sorted_json,
     utf8,
     write_content,
     write_messages,
     write_other,
+    write_rest,
 )
 
 Canonical = tuple[bytes, int | None, int, tuple[int, int] | None]
@@ -77,12 +79,13 @@ _SEPARATOR_ID = 0xFFFFFFFF  # between lists of token ids; not an id itself
 _SEPARATOR = b"\xff\xff\xff\xff"
 
 
-def canonical_prompt(path: str, document: Document) -> Canonical | None:
+def canonical_prompt(path: str, document: Document, written: Written | None = None) -> Canonical | None:
     """Canonical form of the prompt in a request body.
 
     Args:
         path: path of the request, without query.
         document: the parsed body.
+        written: its `messages`, if they are not in `document`.
 
     Returns:
         None when requests of this path have no canonical form (embeddings, unknown paths), when the prompt is
@@ -92,7 +95,7 @@ def canonical_prompt(path: str, document: Document) -> Canonical | None:
     if form is None:
         return None
     try:
-        return form(document)
+        return form(document, written)
     except (NoFormError, orjson.JSONEncodeError):  # the latter: nested deeper than orjson writes
         return None
 
@@ -125,10 +128,19 @@ def _write_head(document: Document, append: Append) -> None:
         append(sorted_json(tools))
 
 
-def _chat(document: Document) -> Canonical:
+def _chat(document: Document, written: Written | None) -> Canonical:
     parts: list[bytes] = []
     _write_head(document, parts.append)
-    return _conversation(parts, *write_messages(document.get("messages"), parts))
+    return _messages(document, written, parts)
+
+
+def _messages(document: Document, written: Written | None, parts: list[bytes]) -> Canonical:
+    """Write the messages behind what `parts` has, and join it all."""
+    if written is None:
+        return _conversation(parts, *write_messages(document.get("messages"), parts))
+    before = sum(map(len, parts))
+    media, begin, end = write_rest(written, parts)
+    return b"".join(parts), None, media, (before + begin, before + end) if end else (0, 0)
 
 
 def _conversation(parts: list[bytes], media: int, begin: int, end: int) -> Canonical:
@@ -140,7 +152,7 @@ def _conversation(parts: list[bytes], media: int, begin: int, end: int) -> Canon
     return data, None, media, (after - sum(map(len, parts[begin:end])), after)
 
 
-def _anthropic(document: Document) -> Canonical:
+def _anthropic(document: Document, written: Written | None) -> Canonical:
     parts: list[bytes] = []
     append = parts.append
     _write_head(document, append)
@@ -153,7 +165,7 @@ def _anthropic(document: Document) -> Canonical:
         # vLLM joins the blocks without a separator.
         append(TEXT_HEADS["system"])
         append(b"".join(_system_blocks(system)))
-    return _conversation(parts, *write_messages(document.get("messages"), parts))
+    return _messages(document, written, parts)
 
 
 def _system_blocks(system: object) -> list[bytes]:
@@ -169,7 +181,7 @@ def _system_blocks(system: object) -> list[bytes]:
     return blocks
 
 
-def _responses(document: Document) -> Canonical:
+def _responses(document: Document, written: Written | None) -> Canonical:
     get = document.get
     for elsewhere in ("previous_response_id", "conversation", "prompt"):
         if get(elsewhere) is not None:
@@ -222,7 +234,7 @@ def _write_item(item: object, append: Append) -> int:
     return write_other(item, append)
 
 
-def _completion(document: Document) -> Canonical:
+def _completion(document: Document, written: Written | None) -> Canonical:
     if document.get("prompt_embeds") is not None:
         raise NoFormError
     parts: list[bytes] = []
@@ -248,7 +260,7 @@ def _completion(document: Document) -> Canonical:
     return b"".join(parts), tokens, 0, None
 
 
-def _generate(document: Document) -> Canonical:
+def _generate(document: Document, written: Written | None) -> Canonical:
     parts: list[bytes] = []
     features = document.get("features")
     if features is not None:
@@ -286,7 +298,7 @@ def _filled_list(value: object) -> list[object]:
     return value
 
 
-_FORMS: dict[str, Callable[[Document], Canonical]] = {
+_FORMS: dict[str, Callable[[Document, Written | None], Canonical]] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _completion,
     "/v1/messages": _anthropic,

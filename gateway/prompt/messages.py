@@ -27,6 +27,10 @@ TEXT_HEADS = {role: MESSAGE + role.encode() + TEXT for role in ROLES}
 Document = dict[str, Any]
 Append = Callable[[bytes], None]
 
+Written = tuple[bytes, list[tuple[int, bytes]], int, int, int, int]
+"""Messages as `gateway.prompt.native.read_chat` has written them: the bytes of those that it knows; where in these the
+others stand, each as JSON; where the last answer begins, in those bytes and among the others, and where it ends."""
+
 
 class NoFormError(Exception):
     """The body has no canonical form: the replica will refuse it, or its prompt is not in it."""
@@ -81,6 +85,40 @@ def write_messages(messages: object, parts: list[bytes]) -> tuple[int, int, int]
         else:
             append(MESSAGE + role.encode())
             media += _write_fields(message, content, append)
+    return media, begin, end
+
+
+def write_rest(written: Written, parts: list[bytes]) -> tuple[int, int, int]:
+    """Write messages of which most are written already.
+
+    Args:
+        written: those, and the rest as JSON.
+        parts: receives the bytes.
+
+    Returns:
+        Number of media parts; and where in the bytes of all messages the last answer begins and ends that something
+        follows, 0 and 0 if there is none.
+
+    Raises:
+        NoFormError: if a message is not as the API has it.
+    """
+    data, rest, begin, rest_before_begin, end, rest_before_end = written
+    if not rest:
+        parts.append(data)
+        return 0, begin, end
+    media = done = 0
+    for number, (position, json) in enumerate(rest):
+        parts.append(data[done:position])
+        done = position
+        message: list[bytes] = []
+        media += write_messages([orjson.loads(json)], message)[0]
+        size_bytes = sum(map(len, message))
+        if number < rest_before_begin:
+            begin += size_bytes
+        if number < rest_before_end:
+            end += size_bytes
+        parts += message
+    parts.append(data[done:])
     return media, begin, end
 
 

@@ -10,7 +10,8 @@ SCRIPT = Path(__file__).parents[2] / "deploy" / "compile.py"
 
 
 @pytest.fixture
-def script() -> ModuleType:
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # as if it were run
     spec = spec_from_file_location("compile_script", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
