@@ -122,10 +122,15 @@ class Answer:
         else:
             self._relay_head(head, len(body), keep_alive, extra, body)
 
-    def relay(self, data: bytes) -> None:
-        """Send a piece of the body; it must not be empty."""
+    def relay(self, data: bytes, chunk: bytes = b"") -> None:
+        """Send a piece of the body.
+
+        Args:
+            data: the piece, not empty.
+            chunk: the same in chunked encoding, if it is at hand.
+        """
         if self._chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
+            data = chunk or b"%x\r\n%b\r\n" % (len(data), data)
         self.bytes_out += len(data)
         self._client.write(data)
 

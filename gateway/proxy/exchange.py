@@ -463,8 +463,8 @@ class Exchange:
         self._begin_anew(Cause.HAND_OFF_FAILED, whole=True)
         return True
 
-    def response_body(self, data: bytes) -> None:
-        """Body bytes of the response."""
+    def response_body(self, data: bytes, chunk: bytes = b"") -> None:
+        """Body bytes of the response, and the chunk in which they came if it is just that."""
         now = self.last_byte_s = self._plane.now()
         reply = self._reply
         assert reply is not None
@@ -473,7 +473,8 @@ class Exchange:
             if not data or (reply.begins_with_fault(data) and self._hand_off_failed()):
                 return
             self._pass_on(reply)
-        reply.out.relay(data)
+            chunk = b""
+        reply.out.relay(data, chunk)
         observer = reply.observer
         if observer is not None:
             assignment = self.assignment

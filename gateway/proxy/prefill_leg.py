@@ -147,7 +147,7 @@ class PrefillLeg:
         if cause is not None:
             self._fail(cause, head.retry_after)
 
-    def response_body(self, data: bytes) -> None:
+    def response_body(self, data: bytes, chunk: bytes = b"") -> None:
         """Bytes of the answer."""
         self._seen_s = self._now()
         self._pieces.append(data)

@@ -33,6 +33,8 @@ _MAX_HEADERS = 1000
 """Of a response. A replica that never comes to the end of its head must not fill the memory."""
 _COPIED_BYTES = 32 << 10
 """Bodies up to here are cheaper to copy behind their head than to write from two places."""
+_MAX_SIZE_LINE_BYTES = 8
+"""Of chunks that are recognised without a parser."""
 _DEAD_AFTER_S = 60
 # A machine that lost power or network sends no FIN and no RST, and a stream may be silent for minutes. The kernel can
 # tell the difference: it probes an idle connection, and bounds how long bytes may stay unacknowledged.
@@ -47,6 +49,23 @@ _LIVENESS = tuple(
     )
     if hasattr(socket, name)
 )
+
+
+def chunk_begin(data: bytes) -> int:
+    """Say where the content of a chunk begins, in bytes that may be just that chunk.
+
+    Args:
+        data: bytes behind a chunk's end, or a response's head.
+
+    Returns:
+        0 if they are anything else, or its size is not written as servers do: in lower case, without leading zeros or
+        extensions (RFC 9112 section 7.1).
+    """
+    begin = data.find(b"\r\n", 0, _MAX_SIZE_LINE_BYTES) + 2
+    size = len(data) - begin - 2
+    if begin > 2 and size > 0 and data.endswith(b"\r\n") and data.startswith(b"%x\r\n" % size):
+        return begin
+    return 0
 
 
 class ResponseSink(Protocol):
@@ -67,8 +86,13 @@ class ResponseSink(Protocol):
     def response_head(self, head: ResponseHead) -> None:
         """The head of the response has arrived."""
 
-    def response_body(self, data: bytes) -> None:
-        """Body bytes have arrived."""
+    def response_body(self, data: bytes, chunk: bytes = b"") -> None:
+        """Body bytes have arrived.
+
+        Args:
+            data: the bytes.
+            chunk: the same in chunked encoding, where they came as just one chunk.
+        """
 
     def response_end(self) -> None:
         """The response is complete."""
@@ -84,6 +108,8 @@ class ReplicaConnection(asyncio.Protocol):
     """One HTTP/1.1 connection to a replica, used by one exchange at a time."""
 
     __slots__ = (
+        "_between_chunks",
+        "_chunk_ended",
         "_complete",
         "_excess",
         "_head",
@@ -117,6 +143,8 @@ class ReplicaConnection(asyncio.Protocol):
         self._reason = b""
         self._reusable = False
         self._paused = False
+        self._chunk_ended = False
+        self._between_chunks = False
         self._head: ResponseHead | None = None
         self._complete = False
         self._excess = False
@@ -131,6 +159,7 @@ class ReplicaConnection(asyncio.Protocol):
         self.responding = False
         self._complete = False
         self._until_close = False
+        self._chunk_ended = self._between_chunks = False
         if len(body) < _COPIED_BYTES:
             self.transport.write(head + body if body else head)
         else:
@@ -205,6 +234,12 @@ class ReplicaConnection(asyncio.Protocol):
             # Bytes nobody asked for: whatever they are, they must not become the next request's response.
             self.transport.abort()
             return
+        if self._between_chunks:
+            # Engines send an event as one chunk. The parser is where a chunk begins, and will be there again.
+            begin = chunk_begin(data)
+            if begin:
+                exchange.response_body(data[begin:-2], data)
+                return
         self.responding = True
         failed = False
         try:
@@ -214,6 +249,8 @@ class ReplicaConnection(asyncio.Protocol):
         except httptools.HttpParserError:
             failed = not self._complete
             self._excess = True
+        # Without a line's end, part of the next chunk's size may have been read.
+        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
         head = self._head
         if head is not None:
             self._head = None
@@ -282,12 +319,21 @@ class ReplicaConnection(asyncio.Protocol):
         if not self._complete:
             self._pieces.append(data)
 
+    def on_chunk_header(self) -> None:
+        """A chunk's size is known."""
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        """A chunk has ended."""
+        self._chunk_ended = True
+
     def on_message_complete(self) -> None:
         """The response is complete, unless it was an interim one."""
         if self._informational:
             self._informational = False
         else:
             self._complete = True
+            self._chunk_ended = False
             # Asked here and not later: llhttp clears the flags it answers from when the next message may begin.
             self._reusable = self._parser.should_keep_alive()
 

@@ -44,10 +44,10 @@ class UsageFilter:
         self._inside: bytes | None = None
         """The last bytes of an event that passes; its blank line may be cut too. None between two events."""
 
-    def relay(self, data: bytes) -> None:
+    def relay(self, data: bytes, chunk: bytes = b"") -> None:
         """Pass on the next bytes of the stream, unless they are the usage event's."""
         if self._inside is None and not self._held and b'"usage"' not in data and data[-2:] == b"\n\n":
-            self._answer.relay(data)
+            self._answer.relay(data, chunk)
             return
         passed = self._sift(data)
         if passed:

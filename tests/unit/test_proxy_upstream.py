@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.exchanges import DONE, LIMITS, SSE_HEAD, SSE_UNTIL_CLOSE, TOKEN, Clock, FakeTransport, chunk
 
 from gateway.proxy.failures import Cause
 from gateway.proxy.heads import ResponseHead
-from gateway.proxy.upstream import ReplicaConnection, ReplicaPool
+from gateway.proxy.upstream import ReplicaConnection, ReplicaPool, chunk_begin
 from gateway.replicas.registry import Fleet, Replica, ReplicaSpec
 
 
@@ -27,6 +27,7 @@ class Sink:
         self.request_complete = request_complete
         self.said: list[Any] = []
         self.body = b""
+        self.whole_chunks = 0
         self.heard = asyncio.Event()
 
     def _say(self, what: Any) -> None:
@@ -43,9 +44,11 @@ class Sink:
     def response_head(self, head: ResponseHead) -> None:
         self._say(head.status)
 
-    def response_body(self, data: bytes) -> None:
+    def response_body(self, data: bytes, chunk: bytes = b"") -> None:
         assert data
+        assert not chunk or chunk == b"%x\r\n%b\r\n" % (len(data), data)
         self.body += data
+        self.whole_chunks += bool(chunk)
 
     def response_end(self) -> None:
         self._say("end")
@@ -118,6 +121,66 @@ def test_every_byte_alone() -> None:
     for byte in CHUNKED:
         connection.data_received(bytes((byte,)))
     assert (sink.said, sink.body) == ([200, "end"], TOKEN + DONE)
+
+
+def test_chunks_that_come_one_by_one_are_passed_on_as_they_are() -> None:
+    connection, sink = a_connection(), Sink()
+    connection.send(sink, b"request")
+    for piece in (SSE_HEAD, chunk(TOKEN), chunk(TOKEN), chunk(TOKEN)[:7], chunk(TOKEN)[7:], chunk(TOKEN) + chunk(DONE)):
+        connection.data_received(piece)
+    assert (sink.said, sink.body, sink.whole_chunks) == ([200], TOKEN * 4 + DONE, 1)
+    connection.data_received(chunk(TOKEN))
+    connection.data_received(chunk(b""))
+    assert (sink.said, sink.body, sink.whole_chunks) == ([200, "end"], TOKEN * 4 + DONE + TOKEN, 2)
+    connection.send(sink, b"the next request")
+    connection.data_received(chunk(TOKEN))
+    assert sink.said == [200, "end", Cause.BAD_RESPONSE]
+
+
+contents = st.binary(min_size=1, max_size=20) | st.sampled_from([b"\r\n", b"0\r\n\r\n", b"5\r\nhello\r\n", b"a" * 300])
+size_lines = st.sampled_from([b"%x", b"%X", b"0%x", b"%x;name=value"])
+
+
+@given(st.lists(st.tuples(contents, size_lines, st.none() | st.integers(0, 400)), max_size=8))
+def test_chunks_mean_the_same_however_they_are_written_and_cut(chunks: list[tuple[bytes, bytes, int | None]]) -> None:
+    connection, sink = a_connection(), Sink()
+    connection.send(sink, b"request")
+    connection.data_received(SSE_HEAD)
+    held = b""
+    for content, line, cut in chunks:
+        # Whole, with what was held back of the one before; or in two pieces, the second with the next one.
+        data = held + line % len(content) + b"\r\n" + content + b"\r\n"
+        held = b"" if cut is None else data[cut:]
+        if data[:cut]:
+            connection.data_received(data[:cut])
+    connection.data_received(held + b"0\r\n\r\n")
+    assert (sink.said, sink.body) == ([200, "end"], b"".join(content for content, _, _ in chunks))
+
+
+@given(st.from_regex(rb"[0-9a-fA-F+_x; -]{0,9}\r?\n?.{0,20}\r?\n?", fullmatch=True))
+@example(b"5\r\nhello\r\n")
+@example(b"0x5\r\nhello\r\n")
+@example(b"6\r\nhello\r\n")
+@example(b"4\r\nhello\r\n")
+@example(b"\r\n\r\n")
+@example(b"0\r\n\r\n")
+def test_what_is_taken_for_a_chunk_is_one(data: bytes) -> None:
+    begin = chunk_begin(data)
+    if begin:
+        size, content = data.split(b"\r\n", 1)
+        assert (begin, content) == (len(size) + 2, data[begin:-2] + b"\r\n")
+        assert set(size) <= set(b"0123456789abcdef")
+        assert int(size, 16) == len(content) - 2 > 0
+
+
+@pytest.mark.parametrize("bad", [b"6\r\nhello\r\n", b"4\r\nhello\r\n", b"g\r\nhello\r\n", b"5\r\nhellohello\r\n"])
+def test_what_is_no_chunk_is_refused_between_chunks_as_well(bad: bytes) -> None:
+    connection, sink = a_connection(), Sink()
+    connection.send(sink, b"request")
+    for piece in (SSE_HEAD, chunk(TOKEN), chunk(TOKEN), bad, chunk(TOKEN)):
+        if connection.exchange is not None:
+            connection.data_received(piece)
+    assert sink.said == [200, Cause.BAD_RESPONSE]
 
 
 def test_a_body_that_ends_with_the_connection() -> None:
