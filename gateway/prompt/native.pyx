@@ -7,7 +7,7 @@ it all.
 
 - `block_hashes`: `gateway.prompt.blocks.BlockSchedule.hashes`.
 - `read_chat`: `orjson.loads` and `gateway.prompt.messages.write_messages`. It refuses nothing: a body that it does not
-  understand is left to those, and so is a message of more than text.
+  understand is left to those, and so is a message of more than text and calls of tools.
 
 JSON is parsed by simdjson's DOM parser, which validates all of a document and has strings as UTF-8, so that the text of
 a long conversation never becomes Python objects. Hashes are xxHash's.
@@ -17,7 +17,9 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.ref cimport Py_XDECREF, PyObject
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from cython.operator cimport dereference, preincrement
+from libc.stdio cimport sprintf
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 from libcpp cimport bool as cpp_bool
 from libcpp.string cimport string
@@ -91,16 +93,22 @@ cdef extern from "simdjson.h" namespace "simdjson::dom" nogil:
 
 cdef extern from *:
     """
-    enum { ROLE, CONTENT, NAME, CALL_ID, REASONING, REASONING_CONTENT, FIELDS, IGNORED, NOT_TEXT };
+    enum {
+        ROLE, CONTENT, NAME, CALL_ID, REASONING, REASONING_CONTENT, TOOL_CALLS, FUNCTION_CALL, FIELDS, IGNORED, UNKNOWN
+    };
+    enum { MOST_SORTED = 64, DEEPEST_SORTED = 64 };
     """
-    int ROLE, CONTENT, NAME, CALL_ID, REASONING, REASONING_CONTENT, FIELDS, IGNORED, NOT_TEXT
+    int ROLE, CONTENT, NAME, CALL_ID, REASONING, REASONING_CONTENT, TOOL_CALLS, FUNCTION_CALL, FIELDS, IGNORED, UNKNOWN
+    int MOST_SORTED, DEEPEST_SORTED
 
 
 cdef uint64_t HASH_MASK = (1 << 60) - 1
 cdef size_t PAGE_BYTES = 4096
 
-# Its memory is kept, and grows with the longest body. Nothing here gives up the interpreter lock, so one is enough.
+# Memory is kept, and grows with the longest body. Nothing here gives up the interpreter lock, so one of each is enough.
 cdef Parser parser
+cdef char *scratch = NULL
+cdef size_t scratch_bytes = 0
 
 
 def block_hashes(bytes data, uint64_t seed, Py_ssize_t block_bytes, Py_ssize_t growth, Py_ssize_t max_block_bytes):
@@ -135,9 +143,9 @@ def read_chat(bytes body):
         body: JSON, not empty.
 
     Returns:
-        The body's other fields, as far as they are neither arrays nor objects; names and JSON of those that are, their
-        values in the first None; and the messages (`gateway.prompt.messages.Written`). None for what is better left to a
-        general parser: bodies that are not JSON, in which a name occurs twice, without messages, or with messages in a
+        The body's other fields, as far as they are neither arrays nor objects; of those that are, name, JSON, and whether
+        it is written as `gateway.prompt.messages.sorted_json` writes it, their values in the first None; and the messages
+        (`gateway.prompt.messages.Written`). None for what is better left to a general parser: bodies that are not JSON, in which a name occurs twice, without messages, or with messages in a
         form that will be refused.
     """
     cdef const char *start = PyBytes_AS_STRING(body)
@@ -182,7 +190,7 @@ def read_chat(bytes body):
                 found = True
                 messages = value
             elif kind != NULL_VALUE:
-                nested.append((name, _json(value)))
+                nested.append((name, *_json(value, size)))
         preincrement(step)
     if not found:
         return None
@@ -190,9 +198,23 @@ def read_chat(bytes body):
     return None if written is None else (fields, nested, written)
 
 
-cdef bytes _json(Element value):
-    cdef string text = minify(value)
-    return text.data()[:text.size()]
+cdef tuple _json(Element value, size_t size):
+    """JSON of an array or object in a body of some length, which it cannot exceed; and whether its keys are sorted."""
+    global scratch, scratch_bytes
+    cdef char *end
+    cdef string text
+    if scratch_bytes <= size:  # a number may be followed by a null character
+        scratch_bytes = 0
+        free(scratch)
+        scratch = <char *> malloc(size + 1)
+        if scratch == NULL:
+            raise MemoryError
+        scratch_bytes = size + 1
+    end = _write_sorted(scratch, value, 0)
+    if end != NULL:
+        return scratch[:end - scratch], True
+    text = minify(value)
+    return text.data()[:text.size()], False
 
 
 cdef tuple _write(Array messages, size_t size):
@@ -224,7 +246,7 @@ cdef tuple _write(Array messages, size_t size):
                 answer, answer_rest, answer_end, answer_end_rest = first, first_rest, at - begin, len(rest)
                 first = -1
             if after == NULL:
-                rest.append((at - begin, _json(message)))
+                rest.append((at - begin, _json(message, size)[0]))
             else:
                 at = after
             preincrement(step)
@@ -240,14 +262,14 @@ cdef char *_write_message(char *at, Object message, int *author) except? NULL:
     `author`: 1 the model, 0 somebody else, -1 the message will be refused, or says something twice.
 
     Returns:
-        Where it ends; NULL if there is more to it than text.
+        Where it ends; NULL if there is more to it than text and calls of tools.
     """
-    cdef Element fields[6]
-    cdef bint there[6]
+    cdef Element fields[8]
+    cdef bint there[8]
     cdef Object.iterator step = message.begin(), end = message.end()
     cdef element_type kind
     cdef int field
-    cdef bint text = True
+    cdef bint known = True
     for field in range(FIELDS):
         there[field] = False
     author[0] = -1
@@ -259,10 +281,18 @@ cdef char *_write_message(char *at, Object message, int *author) except? NULL:
                 return NULL
             there[field] = True
             fields[field] = step.value()
-            if kind != STRING and kind != NULL_VALUE and (field != CONTENT or kind != ARRAY):
-                text = False
-        elif field == NOT_TEXT and kind != NULL_VALUE:
-            text = False
+            if kind == NULL_VALUE:
+                pass
+            elif field == CONTENT:
+                known = known and (kind == STRING or kind == ARRAY)
+            elif field == TOOL_CALLS:
+                known = known and kind == ARRAY
+            elif field == FUNCTION_CALL:
+                known = known and kind == OBJECT
+            else:
+                known = known and kind == STRING
+        elif field == UNKNOWN and kind != NULL_VALUE:
+            known = False
         preincrement(step)
     if not there[ROLE] or fields[ROLE].type() != STRING:
         return NULL
@@ -270,7 +300,7 @@ cdef char *_write_message(char *at, Object message, int *author) except? NULL:
     for field in range(FIELDS):
         if there[field] and fields[field].type() == NULL_VALUE:
             there[field] = False
-    if not text:
+    if not known:
         return NULL
     at = _put(at, c'm', fields[ROLE])
     if there[NAME]:
@@ -281,11 +311,17 @@ cdef char *_write_message(char *at, Object message, int *author) except? NULL:
         at = _put(at, c'r', fields[REASONING])
     elif there[REASONING_CONTENT] and fields[REASONING_CONTENT].get_string_length():
         at = _put(at, c'r', fields[REASONING_CONTENT])
-    if not there[CONTENT]:
-        return at
-    if fields[CONTENT].type() == STRING:
-        return _put(at, c't', fields[CONTENT])
-    return _write_parts(at, fields[CONTENT].get_array())
+    if there[CONTENT] and fields[CONTENT].type() == STRING:
+        at = _put(at, c't', fields[CONTENT])
+    elif there[CONTENT]:
+        at = _write_parts(at, fields[CONTENT].get_array())
+        if at == NULL:
+            return NULL
+    if there[TOOL_CALLS] and fields[TOOL_CALLS].get_array().begin() != fields[TOOL_CALLS].get_array().end():
+        return _write_sorted(_mark(at, c'c'), fields[TOOL_CALLS], 0)
+    if there[FUNCTION_CALL] and fields[FUNCTION_CALL].get_object().begin() != fields[FUNCTION_CALL].get_object().end():
+        return _write_sorted(_mark(at, c'c'), fields[FUNCTION_CALL], 0)
+    return at
 
 
 cdef char *_write_parts(char *at, Array parts) except? NULL:
@@ -335,13 +371,12 @@ cdef int _field(const char *name, size_t length) noexcept nogil:
         return REASONING
     if _is(name, length, "reasoning_content", 17):
         return REASONING_CONTENT
-    if (
-        _is(name, length, "tool_calls", 10)
-        or _is(name, length, "function_call", 13)
-        or _is(name, length, "refusal", 7)
-        or _is(name, length, "tools", 5)
-    ):
-        return NOT_TEXT
+    if _is(name, length, "tool_calls", 10):
+        return TOOL_CALLS
+    if _is(name, length, "function_call", 13):
+        return FUNCTION_CALL
+    if _is(name, length, "refusal", 7) or _is(name, length, "tools", 5):
+        return UNKNOWN
     return IGNORED
 
 
@@ -349,10 +384,126 @@ cdef inline bint _is(const char *text, size_t length, const char *name, size_t n
     return length == name_length and memcmp(text, name, length) == 0
 
 
+cdef inline char *_mark(char *at, char mark) noexcept nogil:
+    at[0] = <char> 0xFF
+    at[1] = mark
+    return at + 2
+
+
 cdef inline char *_put(char *at, char mark, Element value) except? NULL:
     """Write a string behind its mark (`gateway.prompt.messages`)."""
     cdef size_t length = value.get_string_length()
-    at[0] = <char> 0xFF
-    at[1] = mark
-    memcpy(at + 2, value.get_c_str(), length)
+    memcpy(_mark(at, mark), value.get_c_str(), length)
     return at + 2 + length
+
+
+cdef char *_write_sorted(char *at, Element value, int depth) except? NULL:
+    """Write JSON without white space, keys sorted, as orjson does; it is never longer than any other.
+
+    NULL for what is not worth the trouble: fractions, of which there are many ways to write them; many keys, or one twice.
+    """
+    cdef element_type kind = value.type()
+    cdef Array.iterator item, last_item
+    cdef Object.iterator field, last
+    cdef const char *names[64]
+    cdef size_t lengths[64]
+    cdef Element values[64]
+    cdef int count = 0, position, order
+    if kind == STRING:
+        return _write_string(at, value.get_c_str(), value.get_string_length())
+    if kind == INT64:
+        return at + sprintf(at, "%lld", <long long> value.get_int64())
+    if kind == UINT64:
+        return at + sprintf(at, "%llu", <unsigned long long> value.get_uint64())
+    if kind == BOOL:
+        return _copy(at, "true", 4) if value.get_bool() else _copy(at, "false", 5)
+    if kind == NULL_VALUE:
+        return _copy(at, "null", 4)
+    if kind == DOUBLE or depth == DEEPEST_SORTED:
+        return NULL
+    if kind == ARRAY:
+        item, last_item = value.get_array().begin(), value.get_array().end()
+        at = _copy(at, "[", 1)
+        while item != last_item:
+            if count:
+                at = _copy(at, ",", 1)
+            count = 1
+            at = _write_sorted(at, dereference(item), depth + 1)
+            if at == NULL:
+                return NULL
+            preincrement(item)
+        return _copy(at, "]", 1)
+    field, last = value.get_object().begin(), value.get_object().end()
+    while field != last:
+        if count == MOST_SORTED:
+            return NULL
+        position = count
+        while position:
+            order = _compare(field.key_c_str(), field.key_length(), names[position - 1], lengths[position - 1])
+            if order == 0:
+                return NULL
+            if order > 0:
+                break
+            names[position], lengths[position] = names[position - 1], lengths[position - 1]
+            values[position] = values[position - 1]
+            position -= 1
+        names[position], lengths[position] = field.key_c_str(), field.key_length()
+        values[position] = field.value()
+        count += 1
+        preincrement(field)
+    at = _copy(at, "{", 1)
+    for position in range(count):
+        if position:
+            at = _copy(at, ",", 1)
+        at = _copy(_write_string(at, names[position], lengths[position]), ":", 1)
+        at = _write_sorted(at, values[position], depth + 1)
+        if at == NULL:
+            return NULL
+    return _copy(at, "}", 1)
+
+
+cdef inline int _compare(const char *one, size_t one_length, const char *other, size_t other_length) noexcept nogil:
+    cdef int order = memcmp(one, other, one_length if one_length < other_length else other_length)
+    if order == 0:
+        return (one_length > other_length) - (one_length < other_length)
+    return order
+
+
+cdef inline char *_copy(char *at, const char *text, size_t length) noexcept nogil:
+    memcpy(at, text, length)
+    return at + length
+
+
+cdef char *_write_string(char *at, const char *text, size_t length) noexcept nogil:
+    """Write a JSON string; escapes are the shortest there are."""
+    cdef size_t position
+    cdef unsigned char character
+    cdef char escape
+    at[0] = c'"'
+    at += 1
+    for position in range(length):
+        character = text[position]
+        if character >= 0x20 and character != c'"' and character != c'\\':
+            at[0] = character
+            at += 1
+            continue
+        if character == c'\n':
+            escape = c'n'
+        elif character == c'\r':
+            escape = c'r'
+        elif character == c'\t':
+            escape = c't'
+        elif character == 0x08:
+            escape = c'b'
+        elif character == 0x0C:
+            escape = c'f'
+        elif character >= 0x20:
+            escape = character
+        else:
+            at += sprintf(at, "\\u%04x", <int> character)
+            continue
+        at[0] = c'\\'
+        at[1] = escape
+        at += 2
+    at[0] = c'"'
+    return at + 1

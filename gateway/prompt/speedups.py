@@ -7,7 +7,7 @@ from typing import Any
 from gateway.prompt.messages import Written
 
 block_hashes: Callable[[bytes, int, int, int, int], list[int]] | None = None
-read_chat: Callable[[bytes], tuple[dict[str, Any], list[tuple[str, bytes]], Written] | None] | None = None
+read_chat: Callable[[bytes], tuple[dict[str, Any], list[tuple[str, bytes, bool]], Written] | None] | None = None
 
 try:
     _native = import_module("gateway.prompt.native")

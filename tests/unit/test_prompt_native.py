@@ -244,6 +244,50 @@ def test_an_answer_is_found_among_messages_of_all_kinds(native: ModuleType) -> N
         assert_same(native, json.dumps({"model": "m", "messages": conversation[:end]}).encode())
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "1",
+        "-0",
+        "-0.0",
+        "1e2",
+        "0.1",
+        "9223372036854775808",
+        "-9223372036854775808",
+        "123456789012345678901234567890",
+        "true",
+        '{"b": [], "a": {}, "": null, "aa": false}',
+        '{"a": 1, "b": 2, "a": 3}',
+        '{"\\u00e9": 1, "e": 2, "\\ud83d\\ude00": 3, "\\uffff": 4, "\\u0000": 5}',
+        '"\\u0000\\u0001\\u001f\\u007f\\u0080\\u2028\\/\\"\\\\\\b\\f\\n\\r\\t"',
+        "{" + ", ".join(f'"{number}": 0' for number in range(64)) + "}",
+        "{" + ", ".join(f'"{number}": 0' for number in range(65)) + "}",
+        "[" * 60 + "]" * 60,
+        "[" * 80 + "]" * 80,
+        "[" * 300 + "]" * 300,
+        '{"a": ' * 80 + "1" + "}" * 80,
+    ],
+)
+def test_tools_and_calls_are_written_the_same(native: ModuleType, value: str) -> None:
+    user, call = '{"role": "user", "content": "hello"}', f'{{"role": "assistant", "tool_calls": [{value}]}}'
+    assert_same(native, f'{{"tools": [{value}], "messages": [{user}]}}'.encode())
+    assert_same(native, f'{{"messages": [{user}, {call}, {user}]}}'.encode())
+    assert_same(native, f'{{"messages": [{user}, {call.replace("tool_calls", "content")}, {user}]}}'.encode())
+    old = call.replace('"tool_calls": [', '"function_call": {"x": ').replace("]}", "}}")
+    assert_same(native, f'{{"messages": [{user}, {old}, {user}]}}'.encode())
+
+
+def test_common_calls_of_tools_need_no_other_parser(native: ModuleType) -> None:
+    function = {"name": "f", "arguments": '{"text": "\\"\\u00e9\\n"}'}
+    call = {"type": "function", "id": "1", "function": function}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": ["text"]}}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    _, nested, written = native.read_chat(json.dumps({"tools": [tool], "messages": [message]}).encode())
+    assert nested == [("tools", json.dumps([tool], sort_keys=True, separators=(",", ":")).encode(), True)]
+    calls = json.dumps([call], sort_keys=True, separators=(",", ":")).encode()
+    assert written == (b"\xffmassistant\xffc" + calls, [], 0, 0, 0, 0)
+
+
 @pytest.mark.parametrize("size", [*range(4000, 4200, 7), 65_536, 1 << 20, (1 << 20) + 1])
 def test_the_length_does_not_matter(native: ModuleType, size: int) -> None:
     frame = '{"model": "m", "messages": [{"role": "user", "content": "%s"}]}'
