@@ -84,6 +84,8 @@ def extensions(libraries: str) -> list[Any]:
         include_dirs=[libraries],
         define_macros=[("XXH_INLINE_ALL", None), ("NDEBUG", None)],
         extra_compile_args=["-O3", "-std=c++17", "-g0"],
+        # A wheel must not need the C++ library of the machine that made it.
+        extra_link_args=["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" else [],
         language="c++",
     )
     return list(cythonize([native], build_dir=libraries, quiet=True))
