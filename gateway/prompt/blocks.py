@@ -91,7 +91,8 @@ class BlockSchedule:
 DEFAULT_SCHEDULE = BlockSchedule()
 
 
-@dataclass(slots=True)
+# The constructor is written out, here and elsewhere on a request's path: the generated one stays Python when compiled.
+@dataclass(slots=True, init=False)
 class PromptKey:
     """What the gateway keeps of a prompt. The prompt itself is not kept."""
 
@@ -99,22 +100,39 @@ class PromptKey:
     """Chained block hashes; hash `i` names the whole prefix up to `offsets[i + 1]` of the schedule."""
     canonical_bytes: int
     """Length of the canonical prompt, the unfinished last block included."""
-    exact_tokens: int | None = None
+    exact_tokens: int | None
     """Tokens of a prompt given as token ids; None for text."""
-    media: int = 0
+    media: int
     """Images, videos, sounds and files: each is 16 bytes here and many tokens in the engine."""
-    head_hash: int = 0
+    head_hash: int
     """Hash of the first block, or of the whole prompt when it is shorter than one."""
-    computed_anew: bool = False
+    computed_anew: bool
     """The engine computes all of it whatever it has cached, because the answer needs every token's logits."""
-    end_hash: int = 0
+    end_hash: int
     """Names the whole prompt, its unfinished last block included; 0 where nothing could continue its answer."""
-    continued_hash: int = 0
+    continued_hash: int
     """The `end_hash` of the prompt whose answer this one continues; 0 if it continues none."""
-    continued_blocks: int = 0
+    continued_blocks: int
     """Full blocks of that prompt."""
-    continued_bytes: int = 0
+    continued_bytes: int
     """Canonical bytes of that prompt and its answer: what an engine that gave the answer has cached."""
+
+    def __init__(
+        self,
+        hashes: list[int],
+        canonical_bytes: int,
+        exact_tokens: int | None = None,
+        media: int = 0,
+        head_hash: int = 0,
+    ) -> None:
+        """Make the key of a prompt that continues no answer."""
+        self.hashes = hashes
+        self.canonical_bytes = canonical_bytes
+        self.exact_tokens = exact_tokens
+        self.media = media
+        self.head_hash = head_hash
+        self.computed_anew = False
+        self.end_hash = self.continued_hash = self.continued_blocks = self.continued_bytes = 0
 
 
 def prompt_key(

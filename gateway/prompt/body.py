@@ -31,7 +31,7 @@ class InvalidBody(ValueError):
         self.code = code
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class RequestBody:
     """What the gateway reads of a request body."""
 
@@ -46,12 +46,37 @@ class RequestBody:
     user: str | None
     prompt: PromptKey | None
     """None when the body has no canonical prompt; such requests are routed by load."""
-    document: dict[str, Any] | None = None
+    document: dict[str, Any] | None
     """The whole body, if asked for: whoever tokenises the prompt takes it."""
-    divisible: bool = False
+    divisible: bool
     """Its prompt may be computed on one replica and its answer on another."""
-    transfer_params: bool = False
+    transfer_params: bool
     """It has `kv_transfer_params` of its own."""
+
+    def __init__(
+        self,
+        model: str | None,
+        stream: bool,
+        include_usage: bool,
+        max_tokens: int | None,
+        n: int,
+        user: str | None,
+        prompt: PromptKey | None,
+        document: dict[str, Any] | None = None,
+        divisible: bool = False,
+        transfer_params: bool = False,
+    ) -> None:
+        """Put together what has been read."""
+        self.model = model
+        self.stream = stream
+        self.include_usage = include_usage
+        self.max_tokens = max_tokens
+        self.n = n
+        self.user = user
+        self.prompt = prompt
+        self.document = document
+        self.divisible = divisible
+        self.transfer_params = transfer_params
 
 
 def parse_body(

@@ -37,7 +37,7 @@ _TOKEN_FIELDS = (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Usage:
     """Token counts the engine reports.
 
@@ -50,6 +50,12 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
+
+    def __init__(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> None:
+        """Put together what has been counted."""
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+        self.cached_tokens = cached_tokens
 
 
 def _count(value: object) -> int | None:

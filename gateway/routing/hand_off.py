@@ -64,8 +64,8 @@ REST_AFTER_S = 30.0
 roles do not change with every lull."""
 WORTH_A_ROLE_S = 0.002
 """What hand-offs must save of the mean request for prefill replicas to keep to their role. In the replay of short chat
-on eight replicas, two fewer that answer cost each request 0.4 ms of TTFT and 1 % of its time per token; and a few long prompts in a row
-must not decide."""
+on eight replicas, two fewer that answer cost each request 0.4 ms of TTFT and 1 % of its time per token; and a few long
+prompts in a row must not decide."""
 _REMEMBERED = 200
 """Requests over which that mean is taken."""
 UNPAIRED_AFTER_FAILURE_S = 10.0
@@ -174,8 +174,9 @@ class Prices:
     """Seconds of cost per second of own prefill, and per second of delay summed over running answers.
 
     The latter is about that of predicted_ttft (`decode_price`). In the replay of a fleet whose prefill replicas cannot
-    compute all long prompts (`mixed-lengths`, 20 and 22 requests per second), 0.02 leaves 1 % of the gaps between a chat's
-    tokens with a long prompt in them; 0.05 adds 2 % to the mean TTFT, and 0.1 makes long prompts wait for seconds.
+    compute all long prompts (`mixed-lengths`, 20 and 22 requests per second), 0.02 leaves 1 % of the gaps between the
+    tokens of a chat with a long prompt in them; 0.05 adds 2 % to the mean TTFT, and 0.1 makes long prompts wait for
+    seconds.
     """
 
     prefill: float = 1.0
