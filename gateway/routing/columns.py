@@ -4,10 +4,10 @@ Columns are lists indexed by replica slot. State columns are the load ledger's o
 ones are scratch space, valid only while a policy chooses. Scraped ones are copied now and then.
 """
 
-from array import array
 from collections.abc import Sequence
 from math import inf
 from operator import itemgetter
+from struct import Struct
 
 from gateway.estimator.predictor import Predictor
 from gateway.prefixes.index import PrefixIndex
@@ -118,6 +118,7 @@ class Columns:
         self._walk: Walk | None = None
         self._look = 0
         self._looked_at: list[int] = []
+        self._pack = Struct("")
         self._among: tuple[Sequence[int], frozenset[int]] = ((), frozenset())
         self._prompt_tokens = self._now_s = 0.0
         self.candidates = Candidates(
@@ -327,7 +328,10 @@ class Columns:
             take = itemgetter(*slots, chosen)
             for column in columns:
                 values.extend(take(column))
-        return Copy(slots, whole, array("d", values), self._reads_ahead, self._predicted)
+        if self._pack.size != 8 * len(values):
+            self._pack = Struct(f"{len(values)}d")
+        # Half of what an array would cost.
+        return Copy(slots, whole, self._pack.pack(*values), self._reads_ahead, self._predicted)
 
     def clear(self) -> None:
         """Forget the matches of the last request."""

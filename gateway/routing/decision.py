@@ -47,13 +47,13 @@ class Copy:
 
     __slots__ = ("_ahead", "_predicted", "_values", "slots", "whole")
 
-    def __init__(self, slots: Sequence[int], whole: bool, values: "array[float]", ahead: bool, predicted: bool) -> None:
+    def __init__(self, slots: Sequence[int], whole: bool, values: bytes, ahead: bool, predicted: bool) -> None:
         """Keep values.
 
         Args:
             slots: as the attribute.
             whole: as the attribute.
-            values: the columns of `COPIED`, one after the other, all of one length.
+            values: the columns of `COPIED`, one after the other, all of one length, as doubles.
             ahead: work ahead had been filled.
             predicted: so had predictions.
         """
@@ -66,10 +66,11 @@ class Copy:
     @property
     def columns(self) -> list[Sequence[Any]]:
         """The columns in the order of `COPIED`; what had not been filled is empty."""
-        width = len(self._values) // len(COPIED)
+        numbers = array("d", self._values)
+        width = len(numbers) // len(COPIED)
         found: list[Sequence[Any]] = []
         for number, column in enumerate(COPIED):
-            values = self._values[number * width : (number + 1) * width].tolist()
+            values = numbers[number * width : (number + 1) * width].tolist()
             if number < _COUNTS:
                 found.append([int(value) for value in values])
             elif column is Column.CACHE_FULL:
