@@ -105,7 +105,7 @@ cdef extern from *:
 cdef uint64_t HASH_MASK = (1 << 60) - 1
 cdef size_t PAGE_BYTES = 4096
 
-# Memory is kept, and grows with the longest body. Nothing here gives up the interpreter lock, so one of each is enough.
+# Memory is kept, and grows with the longest body. Only the event loop's thread reads requests, so one of each is enough.
 cdef Parser parser
 cdef char *scratch = NULL
 cdef size_t scratch_bytes = 0
