@@ -8,6 +8,7 @@ instead of token ids.
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -71,10 +72,11 @@ class BlockSchedule:
         if block_hashes is not None:
             return block_hashes(data, seed, self.block_bytes, self._growth, self.max_block_bytes)
         hashes: list[int] = []
+        whole: Any = data  # mypyc takes any index of bytes for a number
         # Names looked up once, and a loop instead of a comprehension: short prompts are the common case.
         digest, mask, append = xxh3_64_intdigest, HASH_MASK, hashes.append
         for part in self._parts[: bisect_right(offsets, length) - 1]:
-            seed = digest(data[part], seed) & mask
+            seed = digest(whole[part], seed) & mask
             append(seed)
         return hashes
 
