@@ -34,7 +34,7 @@ test-real: $(VENV)/.dev
 loadtest: $(VENV)/.dev
 	$(BIN)/python -m loadtests.stack --run-locust $(LOCUST_ARGS)
 
-# The hot modules as extensions in C, beside the others in build/compiled, and a wheel of them in dist. Needs a C++ compiler.
+# The hot modules as extensions, beside the others in build/compiled, and a wheel of them in dist. Needs a C++ compiler.
 compiled: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet wheel
 	$(BIN)/python deploy/compile.py --wheel dist

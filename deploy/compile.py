@@ -20,7 +20,18 @@ import native
 
 ROOT = Path(__file__).parent.parent
 TREE = ROOT / "build" / "compiled"
-COPIED = ("gateway", "policies", "loadtests", "tests", "docs", "deploy", "pyproject.toml", "README.md", "LICENSE")
+COPIED = (
+    "gateway",
+    "policies",
+    "loadtests",
+    "tests",
+    "docs",
+    "deploy",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "NOTICE",
+)
 
 MODULES = (
     "gateway/estimator/{calibration,fallback,hardware,model,predictor,roofline,splitting,transfer}",

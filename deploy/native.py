@@ -3,7 +3,7 @@
     python deploy/native.py DIRECTORY        # the extension in DIRECTORY/gateway/prompt
 
 It needs a C++ compiler, and Cython and setuptools in the interpreter that runs this. The libraries that it links
-statically, simdjson (Apache-2.0) and xxHash (BSD-2-Clause), come from source distributions on the package index that
+statically, simdjson and xxHash (NOTICE has their licences), come from source distributions on the package index that
 carry them.
 """
 

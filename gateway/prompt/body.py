@@ -101,8 +101,8 @@ def parse_body(
     """
     document: Any = None
     written: Written | None = None
-    if read_chat is not None and not keep_document and type(body) is bytes and path in _CHAT_PATHS:
-        document, written = _read_chat(body)
+    if not keep_document:
+        document, written = _read_chat(path, body)
     if document is None:
         try:
             document = orjson.loads(body)
@@ -163,9 +163,9 @@ def parse_body(
     )
 
 
-def _read_chat(body: bytes) -> tuple[dict[str, Any] | None, Written | None]:
+def _read_chat(path: str, body: bytes | bytearray | memoryview) -> tuple[dict[str, Any] | None, Written | None]:
     """Parse a chat without making objects of its messages; None and None where that is not possible."""
-    if read_chat is None or len(body) > _MAX_NATIVE_BYTES:
+    if read_chat is None or type(body) is not bytes or path not in _CHAT_PATHS or len(body) > _MAX_NATIVE_BYTES:
         return None, None
     read = read_chat(body)
     if read is None:

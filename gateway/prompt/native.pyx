@@ -105,7 +105,7 @@ cdef extern from *:
 cdef uint64_t HASH_MASK = (1 << 60) - 1
 cdef size_t PAGE_BYTES = 4096
 
-# Memory is kept, and grows with the longest body. Only the event loop's thread reads requests, so one of each is enough.
+# Memory is kept, and grows with the longest body. Only the event loop's thread reads requests: one of each is enough.
 cdef Parser parser
 cdef char *scratch = NULL
 cdef size_t scratch_bytes = 0
@@ -140,13 +140,13 @@ def read_chat(bytes body):
     """Parse a body with `messages`, and write these in canonical form.
 
     Args:
-        body: JSON, not empty.
+        body: as received, of moderate length: about 15 times as much memory is kept.
 
     Returns:
-        The body's other fields, as far as they are neither arrays nor objects; of those that are, name, JSON, and whether
-        it is written as `gateway.prompt.messages.sorted_json` writes it, their values in the first None; and the messages
-        (`gateway.prompt.messages.Written`). None for what is better left to a general parser: bodies that are not JSON, in which a name occurs twice, without messages, or with messages in a
-        form that will be refused.
+        The body's other fields, as far as they are neither arrays nor objects, with None for those that are; of these,
+        name, JSON, and whether it is written as `gateway.prompt.messages.sorted_json` writes it; and the messages
+        (`gateway.prompt.messages.Written`). None for what is better left to a general parser: bodies that are not JSON,
+        in which a name occurs twice, without messages, or with messages in a form that will be refused.
     """
     cdef const char *start = PyBytes_AS_STRING(body)
     cdef size_t size = PyBytes_GET_SIZE(body)
@@ -218,8 +218,11 @@ cdef tuple _json(Element value, size_t size):
 
 
 cdef tuple _write(Array messages, size_t size):
-    """Write messages, given the length of the body, which is more than they can need: all marks are shorter than the JSON
-    they stand for."""
+    """Write messages, given the length of the body.
+
+    They cannot need more: no mark is longer than the JSON it stands for (the shortest is the two quotes of a text among a
+    message's parts), and no text longer than its JSON.
+    """
     cdef PyObject *data = new_bytes(NULL, size)
     cdef char *begin = PyBytes_AS_STRING(<object> data)
     cdef char *at = begin
@@ -400,7 +403,7 @@ cdef inline char *_put(char *at, char mark, Element value) except? NULL:
 cdef char *_write_sorted(char *at, Element value, int depth) except? NULL:
     """Write JSON without white space, keys sorted, as orjson does; it is never longer than any other.
 
-    NULL for what is not worth the trouble: fractions, of which there are many ways to write them; many keys, or one twice.
+    NULL for what is not worth the trouble: fractions, which can be written in many ways; many keys, or one twice.
     """
     cdef element_type kind = value.type()
     cdef Array.iterator item, last_item

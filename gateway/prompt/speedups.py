@@ -1,4 +1,4 @@
-"""What of `gateway.prompt` exists in C as well, where that has been built (`deploy/compile.py`), or None."""
+"""What of `gateway.prompt` exists in C++ as well, where that has been built (`deploy/compile.py`), or None."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -11,7 +11,7 @@ read_chat: Callable[[bytes], tuple[dict[str, Any], list[tuple[str, bytes, bool]]
 
 try:
     _native = import_module("gateway.prompt.native")
-except ImportError:
+except ModuleNotFoundError:  # one that is there and cannot be loaded is an error
     pass
 else:
     block_hashes, read_chat = _native.block_hashes, _native.read_chat

@@ -129,7 +129,7 @@ def test_now_and_then_a_hand_off_that_saves_little_does_not_end_their_help() -> 
     # Beside the others each of these would be better off divided, by some hundredths of a second.
     for number in range(50):
         now_s = float(number)
-        longer = assigned(4000 if number % 25 == 5 else 100, now_s)
+        longer = assigned(4000 if number % 10 == 5 else 100, now_s)
         assert longer.hand_off is None
         assert router.hand_offs.at_rest("m", now_s)
     # Very many of them are worth it.
