@@ -211,8 +211,7 @@ class PrefixIndex:
         replica.held_bytes += added
         if segment.holders:
             self.in_use_bytes[slot] += added
-        if replica.held_bytes > replica.capacity_bytes:
-            self._evict(slot, replica)
+        self._evict(slot, replica)
         return segment
 
     def insert(self, slot: int, hashes: list[int], continued: int = 0) -> Record:
@@ -287,6 +286,7 @@ class PrefixIndex:
             if not segment.holders:
                 self.in_use_bytes[slot] -= self._bytes(segment)
             segment = segments.get(segment.parent)
+        self._evict(slot, replica)
 
     def in_use_blocks(self, slot: int, hashes: list[int], depth: int) -> int:
         """How many of the first `depth` blocks, all of them there, requests in flight hold."""
@@ -315,6 +315,7 @@ class PrefixIndex:
                 return
             depth = max(segment.start, record.matched_blocks)
             self._cut(slot, replica, segment, depth)
+        self._evict(slot, replica)
 
     def truncate(self, slot: int, hashes: list[int], depth: int) -> None:
         """Learn that the replica holds no more than the first `depth` blocks of this prompt.
@@ -336,6 +337,7 @@ class PrefixIndex:
         for child in below[:0:-1]:
             self._cut(slot, replica, child, child.start)
         self._cut(slot, replica, segment, depth)
+        self._evict(slot, replica)
 
     def expire(self, slot: int, before: int, budget: int) -> None:
         """Learn that what was last used earlier than some insertion has been evicted.
@@ -352,9 +354,10 @@ class PrefixIndex:
         while budget > 0 and segments:
             segment = segments[next(iter(segments))]
             if segment.used >= before:
-                return
+                break
             budget -= 1
             self._cut(slot, replica, segment, segment.start)
+        self._evict(slot, replica)
 
     def forget(self, slot: int) -> None:
         """Forget all of a replica, its capacity too. The slot may be used again at once."""
@@ -393,8 +396,7 @@ class PrefixIndex:
         """Say how many canonical bytes of prompts the replica's KV memory can hold."""
         replica = self._replica(slot)
         replica.capacity_bytes = capacity_bytes
-        if replica.held_bytes > capacity_bytes:
-            self._evict(slot, replica)
+        self._evict(slot, replica)
 
     def held_bytes(self, slot: int) -> int:
         """Canonical bytes the replica is believed to hold."""
@@ -441,8 +443,7 @@ class PrefixIndex:
             segment.used = used
             segments.move_to_end(segment.number)
             segment = segments.get(segment.parent)
-        if replica.held_bytes > replica.capacity_bytes:
-            self._evict(slot, replica)
+        self._evict(slot, replica)
         if replica.held_bytes <= _FULL_SHARE * replica.capacity_bytes:
             self.oldest_use[slot] = replica.held_bytes / max(replica.capacity_bytes, 1) - 1.0
         elif segments:
@@ -480,6 +481,12 @@ class PrefixIndex:
             self._roots[block] = self._alone[holders[0]] if len(holders) == 1 else holders
 
     def _evict(self, slot: int, replica: _Replica) -> None:
+        """Drop what is more than the replica can hold, or than requests in flight hold if that is more still.
+
+        To be called where it has come to hold more, and where less is in use.
+        """
+        if replica.held_bytes <= replica.capacity_bytes:
+            return
         offsets = self._schedule.offsets
         segments = replica.segments
         most, spared = max(replica.capacity_bytes, self.in_use_bytes[slot]), 0

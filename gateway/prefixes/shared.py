@@ -211,8 +211,7 @@ class SharedIndex(PrefixIndex):
             self._enter(slot, replica, segment, matched, ())
         if rest:
             self._add_run(slot, replica, segment, matched, rest)
-            if replica.held_bytes > replica.capacity_bytes:
-                self._evict(slot, replica)
+            self._evict(slot, replica)
         return True
 
     def _place(

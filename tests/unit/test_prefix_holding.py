@@ -77,9 +77,29 @@ def test_letting_go_is_use() -> None:
     assert prefixes.match(chain("c", "d")) == []
 
 
+def test_what_does_not_fit_is_evicted_when_it_is_let_go() -> None:
+    prefixes = index(capacity_blocks=3)
+    record = prefixes.insert(0, chain("a"))
+    prefixes.hold(record)
+    prefixes.insert(0, chain("a", "b", "c", "d"))
+    assert prefixes.held_bytes(0) == 4 * BLOCK
+    prefixes.release(record)
+    assert prefixes.match(chain("a", "b", "c", "d")) == [(0, 3)]
+
+
+def test_what_is_let_go_with_a_dropped_block_is_evicted_if_it_does_not_fit() -> None:
+    prefixes = index(capacity_blocks=3)
+    prefixes.hold(prefixes.insert(0, chain("a")))
+    prefixes.insert(0, chain("a", "b", "c", "d", "e"))
+    prefixes.insert(0, chain("a", "b", "c", "d", "f"))
+    assert prefixes.in_use_bytes[0] == prefixes.held_bytes(0) == 5 * BLOCK
+    prefixes.truncate(0, chain("a", "b", "c", "d", "e"), 4)
+    assert (prefixes.in_use_bytes[0], prefixes.held_bytes(0)) == (0, 3 * BLOCK)
+
+
 operations = st.lists(
     st.tuples(
-        st.sampled_from(("insert", "hold", "release", "undo", "truncate", "forget")),
+        st.sampled_from(("insert", "hold", "release", "undo", "truncate", "expire", "forget")),
         st.integers(0, 30),
         st.lists(st.sampled_from("abc"), min_size=1, max_size=5),
     ),
@@ -106,6 +126,8 @@ def test_nothing_leaks_in_any_order(steps: list[tuple[str, int, list[str]]], cap
             prefixes.undo(record)
         elif kind == "truncate":
             prefixes.truncate(0, chain(*parts), number % len(parts))
+        elif kind == "expire" and records:
+            prefixes.expire(0, records[number % len(records)].used_before, number)
         elif kind == "forget":
             prefixes.forget(0)
             prefixes.set_capacity(0, capacity_blocks * BLOCK)
