@@ -23,6 +23,7 @@ from gateway.proxy.errors import GatewayError
 from gateway.proxy.exchange import Exchange
 from gateway.proxy.failures import Phase
 from gateway.proxy.heads import Header, RequestHead
+from gateway.proxy.outbox import Writer
 
 if TYPE_CHECKING:
     from gateway.proxy.plane import DataPlane
@@ -73,6 +74,7 @@ class ClientConnection(asyncio.Protocol):
         "_url",
         "_waiting",
         "_writable",
+        "_writer",
         "deadline_s",
         "peer",
         "write",
@@ -107,7 +109,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or turn it away if there are too many."""
         self._transport = cast(asyncio.Transport, transport)
-        self.write = self._transport.write
+        self._writer = Writer(self._plane.outbox, self._transport)
+        self.write = self._writer.write
         peer = transport.get_extra_info("peername")
         self.peer = peer[0] if isinstance(peer, tuple) and peer else ""
         self._transport.set_write_buffer_limits(high=self._plane.limits.write_buffer_bytes)
@@ -119,6 +122,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone: every request it had under way ends here."""
         self._closing = self._deaf = True
+        self._writer.drop()
         self._plane.client_disconnected(self)
         self._drop_requests()
 
@@ -309,6 +313,7 @@ class ClientConnection(asyncio.Protocol):
             self._shut(_LINGER_S)
         else:
             # Closing TLS says that all is well, so what has been written gets until the next tick, and then it is cut.
+            self._writer.flush()
             self._give_up(0.0)
 
     def pause(self) -> None:
@@ -434,12 +439,13 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, error: GatewayError) -> None:
         self._plane.refused_bytes(error)
-        self._transport.write(refusal(error))
+        self.write(refusal(error))
         self._linger()
 
     def _shut(self, within_s: float) -> None:
         """Close when all that has been written is sent; cut the connection off if that takes too long."""
         self._give_up(within_s)
+        self._writer.flush()
         self._transport.close()
 
     def _give_up(self, within_s: float) -> None:
@@ -462,6 +468,7 @@ class ClientConnection(asyncio.Protocol):
         self._receiving = None
         self.resume()
         self.deadline_s = self._plane.now() + _LINGER_S
+        self._writer.flush()
         self._transport.write_eof()
 
 

@@ -26,6 +26,7 @@ from gateway.proxy.handed import HandedConnections
 from gateway.proxy.heads import RequestHead
 from gateway.proxy.limits import PlaneLimits
 from gateway.proxy.listener import Arrivals, Listener, bind, listen
+from gateway.proxy.outbox import Outbox
 from gateway.proxy.outcome import Outcome
 from gateway.proxy.recent import Recent
 from gateway.proxy.record import count, log_record
@@ -58,6 +59,7 @@ class DataPlane:
     Attributes:
         router, routes, limits, tally, queue: what their names say.
         draining: no connection is kept alive any more.
+        outbox: through which all connections write.
         asks_usage: replicas are asked for the usage of all streams.
         recent: requests that have ended; None to keep none.
     """
@@ -106,6 +108,7 @@ class DataPlane:
         self.tally = tally
         self.now = now
         self.draining = False
+        self.outbox = Outbox()
         self.token_source: TokenSource | None = None
         """Where the tokens of prompts come from; None: nowhere."""
         self.asks_usage = asks_usage
@@ -190,7 +193,9 @@ class DataPlane:
     def _listen_on(self, listener: Listener | HandedConnections) -> None:
         self._listeners.append(listener)
         if self._ticker is None:
-            self._ticker = asyncio.get_running_loop().call_later(self.limits.tick_s(), self._tick)
+            loop = asyncio.get_running_loop()
+            self._ticker = loop.call_later(self.limits.tick_s(), self._tick)
+            self.outbox.open(loop.call_soon)
 
     async def drain(self, grace_s: float, limit_s: float) -> None:
         """Stop: accept for a grace time, let running requests end, cut what is left.
@@ -226,6 +231,7 @@ class DataPlane:
 
     def close(self) -> None:
         """Close everything at once."""
+        self.outbox.close()
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
@@ -374,7 +380,7 @@ class DataPlane:
         return pool
 
     def _new_pool(self, replica: Replica) -> ReplicaPool:
-        return ReplicaPool(replica, self.limits, self._replica_tls if replica.tls else None, self.now)
+        return ReplicaPool(replica, self.limits, self._replica_tls if replica.tls else None, self.now, self.outbox)
 
     def _changed(self, change: Change, replica: Replica) -> None:
         if change is Change.REMOVED:

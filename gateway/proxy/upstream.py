@@ -20,6 +20,7 @@ from mypy_extensions import mypyc_attr
 from gateway.proxy.failures import Cause
 from gateway.proxy.heads import Header, ResponseHead
 from gateway.proxy.limits import PlaneLimits
+from gateway.proxy.outbox import Outbox, Writer
 
 if TYPE_CHECKING:
     from gateway.replicas.registry import Replica
@@ -31,8 +32,6 @@ _OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EN
 
 _MAX_HEADERS = 1000
 """Of a response. A replica that never comes to the end of its head must not fill the memory."""
-_COPIED_BYTES = 32 << 10
-"""Bodies up to here are cheaper to copy behind their head than to write from two places."""
 _MAX_SIZE_LINE_BYTES = 8
 """Of chunks that are recognised without a parser."""
 _DEAD_AFTER_S = 60
@@ -121,6 +120,7 @@ class ReplicaConnection(asyncio.Protocol):
         "_reason",
         "_reusable",
         "_until_close",
+        "_writer",
         "closed",
         "exchange",
         "idle_since_s",
@@ -160,15 +160,13 @@ class ReplicaConnection(asyncio.Protocol):
         self._complete = False
         self._until_close = False
         self._chunk_ended = self._between_chunks = False
-        if len(body) < _COPIED_BYTES:
-            self.transport.write(head + body if body else head)
-        else:
-            # One write: a head that goes ahead on its own wakes the replica up for nothing.
-            self.transport.writelines((head, body))
+        self._writer.write(head)
+        if body:
+            self._writer.write(body)
 
     def write(self, data: bytes) -> None:
         """Write more request bytes."""
-        self.transport.write(data)
+        self._writer.write(data)
 
     def pause(self) -> None:
         """Read no further: the client does not keep up."""
@@ -186,6 +184,7 @@ class ReplicaConnection(asyncio.Protocol):
     def abandon(self) -> None:
         """End the exchange here and now: the replica sees its client leave and aborts the work."""
         self.exchange = None
+        self._writer.drop()
         if not self.closed:
             self.transport.abort()
 
@@ -194,6 +193,7 @@ class ReplicaConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport, and have the kernel watch whether the other machine is alive."""
         self.transport = cast(asyncio.Transport, transport)
+        self._writer = Writer(self.pool.outbox, self.transport)
         raw = transport.get_extra_info("socket")
         if raw is not None:
             with contextlib.suppress(OSError):
@@ -203,6 +203,7 @@ class ReplicaConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the exchange, if one is running, what the loss means for it."""
         self.closed = True
+        self._writer.drop()
         self.pool.lost(self)
         exchange = self.exchange
         if exchange is None:
@@ -355,7 +356,12 @@ class ReplicaPool:
     """Connections to one replica: idle ones newest first, dialled when there is none."""
 
     def __init__(
-        self, replica: "Replica", limits: PlaneLimits, tls: ssl.SSLContext | None, now: Callable[[], float]
+        self,
+        replica: "Replica",
+        limits: PlaneLimits,
+        tls: ssl.SSLContext | None,
+        now: Callable[[], float],
+        outbox: Outbox | None = None,
     ) -> None:
         """Make an empty pool.
 
@@ -364,8 +370,10 @@ class ReplicaPool:
             limits: how long to wait for a connection, how many idle ones to keep, and for how long.
             tls: context for https replicas.
             now: monotonic clock.
+            outbox: through which requests are written; by default they are at once.
         """
         self._replica = replica
+        self.outbox = outbox or Outbox()
         self.origin = replica.host_header + replica.base_path.encode()
         self.limit(limits)
         self._tls = tls

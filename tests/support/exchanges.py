@@ -77,6 +77,7 @@ class FakeTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.sent = b""
+        self.writes = 0
         self.paused = False
         self.ended: str | None = None
         self.when_full: Callable[[], None] | None = None
@@ -84,6 +85,7 @@ class FakeTransport(asyncio.Transport):
     def write(self, data: bytes) -> None:  # type: ignore[override]
         assert self.ended is None, "written after the end"
         self.sent += data
+        self.writes += 1
         if self.when_full is not None:
             self.when_full()
             self.when_full = None

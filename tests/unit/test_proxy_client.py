@@ -17,6 +17,7 @@ from gateway.proxy import errors
 from gateway.proxy.client import ClientConnection, refusal
 from gateway.proxy.failures import Phase
 from gateway.proxy.heads import RequestHead
+from gateway.proxy.outbox import Outbox
 
 pytestmark = pytest.mark.interpreted
 
@@ -157,6 +158,7 @@ class Wire:
             limits=SimpleNamespace(**{**vars(LIMITS), **limits}),
             now=lambda: self.clock,
             draining=False,
+            outbox=Outbox(),
             client_connected=lambda client: self.accepting,
             client_disconnected=lambda client: setattr(self, "disconnected", self.disconnected + 1),
             refused_bytes=lambda error: self.refused.append(error.code),
