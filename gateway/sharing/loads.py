@@ -27,7 +27,8 @@ _SAVED = 4.0
 """Entries that a worker may write at once after a pause: where little happens, others hear of it in milliseconds."""
 
 _EXPECTED_FOR_S = 0.03
-"""An expectation is given up between one and two times this later; about how long it takes to hear from others."""
+"""An expectation is given up between one and two times this later; about how long it takes to hear from others. Or
+when this worker has nothing in flight any more: who does as it does has not, either."""
 _PRIOR = 10.0
 """Requests a second that every worker is taken to start besides those it tells: after a pause all are alike."""
 
@@ -100,9 +101,10 @@ class LoadShare:
         self._saved = min(self._saved + (now_s - self._paced_s) / every_s, _SAVED) - 1.0
         self._paced_s = now_s
         pause_s = max(-self._saved, 0.0) * every_s
-        if self._computing:
-            return pause_s, _PROGRESS_EVERY * every_s - pause_s
-        return pause_s, max(self._heartbeat_s + HEARTBEAT_S - now_s - pause_s, 0.0)
+        due_s = now_s + _PROGRESS_EVERY * every_s if self._computing else self._heartbeat_s + HEARTBEAT_S
+        if self._expected or self._expected_before:
+            due_s = min(due_s, self._turned_s + _EXPECTED_FOR_S)
+        return pause_s, max(due_s - now_s - pause_s, 0.0)
 
     def entry(self, now_s: float, budgets_bytes: list[int]) -> bytes | None:
         """Return the entry to write now; None if nothing has changed.
@@ -115,9 +117,11 @@ class LoadShare:
         ledger, told = self._ledger, self._told
         heartbeat = now_s - self._heartbeat_s >= HEARTBEAT_S
         loads: list[tuple[int, Load]] = []
-        self._computing = False
+        self._computing = busy = False
         for identity, slot in self._slots.items():
             load = ledger.own(slot)
+            if load.in_flight:
+                busy = True
             if load.prefill_work_s:
                 self._computing = True
                 # What the engine has already done of it is nobody's wait any more.
@@ -126,6 +130,10 @@ class LoadShare:
             if load != told.get(identity, NO_LOAD) or (heartbeat and load is not NO_LOAD):
                 told[identity] = load
                 loads.append((identity, load))
+        if not busy and (self._expected or self._expected_before):
+            given_up = {**self._expected, **self._expected_before}
+            self._expected, self._expected_before = {}, {}
+            self._sum_all(given_up)
         if heartbeat:
             self._heartbeat_s = now_s
             self._started_before, self._started = self._started, 0
@@ -215,10 +223,13 @@ class LoadShare:
         if now_s - self._turned_s >= _EXPECTED_FOR_S:
             self._turned_s = now_s
             given_up, self._expected_before, self._expected = self._expected_before, self._expected, {}
-            for slot in given_up:
-                replica = self._fleet.by_slot[slot]
-                if replica is not None:
-                    self._sum(replica_identity(replica.base_url))
+            self._sum_all(given_up)
+
+    def _sum_all(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            replica = self._fleet.by_slot[slot]
+            if replica is not None:
+                self._sum(replica_identity(replica.base_url))
 
     def _sum(self, identity: int) -> None:
         slot = self._slots.get(identity)

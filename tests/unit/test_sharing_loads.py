@@ -242,6 +242,33 @@ def test_others_are_expected_to_do_alike_until_they_tell() -> None:
     assert one.columns(0) == Load(1, 0, 400.0, 0.25, 0.0, 1050.0, 450.0)
 
 
+def test_what_is_expected_of_others_ends_with_this_workers_own_requests() -> None:
+    one, other = Worker(1, *URLS), Worker(2, *URLS)
+    tell(other, one, 0.0)
+    first, second = one.ledger.start(0, 0.0, 1000, 400, 0.25, 50), one.ledger.start(1, 0.0, 1000, 400, 0.25, 50)
+    first.finish(0.01)
+    one.share.entry(0.01, [0])
+    assert [one.columns(slot).prefill_tokens for slot in (0, 1)] == [400.0, 800.0]
+    second.finish(0.02)
+    one.share.entry(0.02, [0])
+    assert one.columns(0) == one.columns(1) == NO_LOAD
+
+
+def test_an_expectation_is_given_up_in_time_where_nothing_else_happens() -> None:
+    one, other = Worker(1, *URLS), Worker(2, *URLS)
+    tell(other, one, 0.0)
+    one.share.entry(0.0, [0])
+    one.ledger.start(0, 0.0, 1000, 400, 0.25, 50).first_token(0.0)
+    assert one.columns(0).kv_tokens == 2100.0
+    now_s = 0.0
+    one.share.entry(now_s, [0])
+    while one.columns(0).kv_tokens > 1050.0:
+        now_s += sum(one.share.pace(now_s))
+        one.share.entry(now_s, [0])
+    assert now_s <= 0.07
+    assert sum(one.share.pace(now_s)) > 0.5
+
+
 def test_others_that_start_little_are_expected_to_start_little() -> None:
     one, other = Worker(1, *URLS), Worker(2, *URLS)
     tell(other, one, 0.0)
