@@ -99,6 +99,10 @@ def _beyond_doubt(deviation: float) -> float:
     return max(deviation - _DOUBT, 0.0) if deviation > 0.0 else min(deviation + _DOUBT, 0.0)
 
 
+_JOINED_SHARE = 0.05
+"""Of a time to the first token: if others may have prolonged it by more, it says nothing of the hardware."""
+
+
 class Work(NamedTuple):
     """What a prediction consists of, before correction."""
 
@@ -381,7 +385,9 @@ class Predictor:
         rest_s = ttft_s - self._constants[slot][5] - compute_s
         return Work(compute_s / compute, rest_s / memory if rest_s > 0.0 else 0.0)
 
-    def observe(self, slot: int, work: Work | None, predicted_s: float, observed_s: float) -> None:
+    def observe(
+        self, slot: int, work: Work | None, predicted_s: float, observed_s: float, joined_s: float = 0.0
+    ) -> None:
         """Learn from the first token of a request that was neither retried nor aborted.
 
         Args:
@@ -389,11 +395,16 @@ class Predictor:
             work: of the prediction (`work`); None if it says nothing of the hardware.
             predicted_s: the prediction itself.
             observed_s: seconds from selection to the first token.
+            joined_s: predicted prefill seconds of requests that were sent there after it and before its first token.
+                A step takes tokens of several prompts, as many as its budget, and all its first tokens come when it
+                ends; so up to a step of that may be in the time observed, and nobody could have known.
         """
         calibration = self._calibrations[slot]
         self.errors[slot].add(predicted_s, observed_s)
         calibration.errors.add(predicted_s, observed_s)
         if work is None:
+            return
+        if min(joined_s, self._budgets[slot] * self._constants[slot][0]) > _JOINED_SHARE * observed_s:
             return
         compute, _ = self._factors[slot]
         share = min(compute * work.compute_s / max(predicted_s, 1e-9), 1.0)

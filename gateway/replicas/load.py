@@ -166,6 +166,7 @@ class LoadLedger:
         "on_progress",
         "on_room",
         "on_start",
+        "prefill_started_s",
         "prefill_tokens",
         "prefill_work_s",
         "reserved",
@@ -188,6 +189,8 @@ class LoadLedger:
         """Uncached prompt tokens of requests before their first token."""
         self.prefill_work_s: list[float] = []
         """Predicted prefill seconds of requests before their first token, nothing taken off for progress."""
+        self.prefill_started_s: list[float] = []
+        """Predicted prefill seconds of all requests ever sent: how much it goes up tells what has come meanwhile."""
         self.reserved: list[int] = []
         """Requests of this worker whose prompt another replica computes, before their first token."""
         self.decodes: list[int] = []
@@ -218,6 +221,7 @@ class LoadLedger:
             self.in_flight.append(0)
             self.prefill_tokens.append(0.0)
             self.prefill_work_s.append(0.0)
+            self.prefill_started_s.append(0.0)
             self.decodes.append(0)
             self.reserved.append(0)
             self.context_tokens.append(0.0)
@@ -358,6 +362,7 @@ class LoadLedger:
             return ticket
         self.prefill_tokens[slot] += uncached_tokens
         self.prefill_work_s[slot] += prefill_s
+        self.prefill_started_s[slot] += prefill_s
         self._queues[slot][ticket] = None
         if self._heads[slot] is None:
             self._heads[slot] = ticket

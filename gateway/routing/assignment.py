@@ -62,6 +62,7 @@ class Assignment:
         "_parts",
         "_promise",
         "_query",
+        "_started_s",
         "_ticket",
         "_work",
         "assigned_s",
@@ -115,6 +116,7 @@ class Assignment:
         self.finished = False
         self.step_seen_s = parts.ledger.step_seen_s
         self._own_prefill_s = own_prefill_s
+        self._started_s = parts.ledger.prefill_started_s[self.slot]
         self._work = work
         self._ticket = ticket
         self._promise = promise
@@ -142,7 +144,8 @@ class Assignment:
             return
         # The slot may belong to another replica by now.
         if self._first and self._query.key is not None and self._parts.fleet.has(self.replica):
-            self._parts.predictor.observe(self.slot, self._work, self.predicted_ttft_s, self.observed_ttft_s)
+            joined_s = self._parts.ledger.prefill_started_s[self.slot] - self._started_s
+            self._parts.predictor.observe(self.slot, self._work, self.predicted_ttft_s, self.observed_ttft_s, joined_s)
             if self._work is not None:
                 # Waits for memory are guesses, and priced as such.
                 self._parts.fallback.observe(self._query.pool, self.predicted_ttft_s, self.observed_ttft_s)
