@@ -9,6 +9,7 @@ from gateway.prompt.body import RequestBody
 from gateway.replicas.metrics_page import ScrapedState
 from gateway.replicas.registry import Fleet, Replica
 from gateway.replicas.spec import ReplicaSpec
+from gateway.routing.assignment import Assignment
 from gateway.routing.columns import ENGINE_REFRESH_S
 from gateway.routing.router import Router
 from policies.catalog import POLICIES, make_policy
@@ -156,6 +157,22 @@ def test_a_restarted_replica_loses_its_prefixes_with_its_cache() -> None:
     assert router.assign(query, (), 0.1).slot == 0  # the owner, though busier
     fleet.restarted(first)
     assert router.assign(query, (), 0.2).slot == second.slot
+
+
+def test_a_first_token_that_later_requests_may_have_delayed_is_not_learned_from() -> None:
+    fleet, _ = fleet_of(1)
+    router = router_of(fleet, Recording())
+    calibration = next(iter(router.predictor.classes.values()))
+
+    def ask(text: bytes, now_s: float) -> Assignment:
+        return router.assign(router.query(body(text * 20_000), {}), (), now_s)
+
+    first, second = ask(b"x", 0.0), ask(b"y", 0.001)
+    first.first_token(0.5)
+    assert calibration.samples == 0
+    assert calibration.errors.count == 1
+    second.first_token(0.6)
+    assert calibration.samples == 1
 
 
 def test_every_policy_routes_real_queries() -> None:

@@ -139,6 +139,30 @@ def test_errors_are_quantiles_of_the_window() -> None:
     assert errors.count == 5
 
 
+def test_what_others_may_have_prolonged_teaches_nothing_of_the_hardware(predictor: Predictor) -> None:
+    """Half of the short prompts share their step with a long one that came after them."""
+    random = Random(1)
+    for _ in range(400):
+        own, ttft, _ = predict(predictor, 500)
+        joined_s = 0.3 if random.random() < 0.5 else 0.0
+        observed_s = NEUTRAL_COST.weights_s + joined_s
+        predictor.observe(0, predictor.work(0, own, ttft), ttft, observed_s, joined_s)
+    calibration = predictor.classes[H100_8B]
+    assert calibration.samples < 250
+    assert predict(predictor, 500)[1] == pytest.approx(NEUTRAL_COST.weights_s, rel=0.02)
+    # They were predicted wrongly all the same.
+    assert calibration.errors.count == 400
+    assert calibration.errors.absolute_quantile(0.9) == pytest.approx(0.95, abs=0.05)
+
+
+def test_what_no_step_has_room_for_prolongs_nothing(predictor: Predictor) -> None:
+    """Under overload there is always somebody behind, but a step takes no more than its budget."""
+    own, ttft, _ = predict(predictor, 100_000)
+    for joined_s in (0.0, 0.1, 1000.0):
+        predictor.observe(0, predictor.work(0, own, ttft), ttft, 1.3 * ttft, joined_s)
+    assert predictor.classes[H100_8B].samples == 3
+
+
 def test_steps_are_as_large_as_each_replicas_own() -> None:
     predictor = Predictor(8192)
     times = []
