@@ -35,6 +35,13 @@ bench.add_command(overhead)
     help="Arrivals come this many times faster than in the trace.",
 )
 @click.option("--serial", is_flag=True, help="One request after the other, each on a connection of its own.")
+@click.option(
+    "--pause-ms",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="With --serial, between the end of a request and the next: workers hear of each other in milliseconds.",
+)
 @click.option("--max-output-tokens", type=click.IntRange(min=1), help="Cut longer answers to this.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the prompt text and the policies.")
 @click.option("--bytes-per-token", type=click.IntRange(min=1), default=4, show_default=True, help="Of the prompt text.")
@@ -82,6 +89,7 @@ def trace(
     requests: int | None,
     speed: float,
     serial: bool,
+    pause_ms: float,
     max_output_tokens: int | None,
     seed: int,
     bytes_per_token: int,
@@ -128,7 +136,7 @@ def trace(
     ceiling = infinite_cache_hit_rates(arrivals).token
     facts = f"One infinite cache would serve {ceiling:.3f} of these prompt tokens."
     notes = [facts, "    " + shlex.join(["warmgate", *sys.argv[1:]])]
-    load = TraceLoad(model or "", speed, max_output_tokens, seed, bytes_per_token, serial)
+    load = TraceLoad(model or "", speed, max_output_tokens, seed, bytes_per_token, serial, pause_ms / 1000)
     shape = model or "llama-3.1-8b"
     fleet = FleetOptions(
         replicas=replicas,

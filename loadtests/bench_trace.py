@@ -31,6 +31,8 @@ class TraceLoad:
     """Prompt bytes that stand for one token of the trace."""
     serial: bool = False
     """Each request is sent when the one before has ended, whatever the trace says."""
+    pause_s: float = 0.0
+    """Between an end and the next request, where they are serial: the time in which workers hear of each other."""
 
 
 @dataclass(slots=True)
@@ -128,6 +130,7 @@ async def drive(
             if load.serial:
                 progress.in_flight += 1
                 await send(body, time.monotonic())
+                await asyncio.sleep(load.pause_s)
                 continue
             due_s = start_s + (request.timestamp - first_ms) / 1000 / load.speed
             await _sleep_until(due_s)

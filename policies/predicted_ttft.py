@@ -80,7 +80,7 @@ class PredictedTTFT:
         seed: int = 0,
         prefill_price: float = 0.1,
         eviction_price: float = 4.0,
-        decode_price: float = 0.05,
+        decode_price: float = 0.025,
         batch_price: float = 5.0,
         memory_price: float = 10.0,
         wait_price: float = 0.03,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from gateway.estimator.roofline import StepCost
 
 DECODE_PRICE = 0.02
-"""As `decode_price` of policies/predicted_ttft.py."""
+"""About that of policies/predicted_ttft.py (`decode_price`)."""
 LONGEST_TOKENS = 1 << 20
 """Prompts beyond a million tokens are not looked at."""
 _GROWTH = 1.05

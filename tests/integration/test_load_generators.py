@@ -1,6 +1,7 @@
 """Traces and Locust users over real sockets: what they send, when, and what they make of the answers."""
 
 import asyncio
+import itertools
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -192,8 +193,10 @@ async def test_arrivals_do_not_wait_for_answers(stub: StubGateway, client: ChatC
 
 async def test_one_after_the_other_each_on_a_connection_of_its_own(stub: StubGateway) -> None:
     async with ChatClient(stub.url, keeps_alive=False) as client:
-        run = await drive(client, TRACE, replace(LOAD, speed=0.001, serial=True))
+        run = await drive(client, TRACE, replace(LOAD, speed=0.001, serial=True, pause_s=0.05))
     assert [result.error for result in run.results] == [None] * 4
+    sent = sorted(run.results, key=lambda result: result.sent_s)
+    assert all(later.sent_s >= before.ended_s + 0.045 for before, later in itertools.pairwise(sent))
     # In the order of the trace, and not at its times: those would be 50 s apart.
     assert [body["max_tokens"] for body in stub.bodies] == [2, 3, 1, 3]
     assert run.wall_s < 25
