@@ -176,7 +176,8 @@ class Prices:
     The latter is more than that of predicted_ttft (`decode_price`): keeping prompts away from answers is what hand-offs
     are for. In the replay of a fleet whose prefill replicas cannot compute all long prompts (`mixed-lengths` as in
     docs/operations.md, 22 requests per second, seeds 1 to 3), the p99 between the tokens of chats was 19, 57 and 18 ms
-    with 0.02, 17 with 0.04 and 0.05, 16 with 0.1; the mean TTFT was 5, 8, 10 and 16 to 20 % above that of mixed replicas.
+    with 0.02, 17 with 0.04 and 0.05, 16 with 0.1; the mean TTFT was 5, 8, 10 and 16 to 20 % above that of mixed
+    replicas.
     """
 
     prefill: float = 1.0
