@@ -132,6 +132,8 @@ class ClientConnection(asyncio.Protocol):
         A half-closed connection cannot be told from a closed one until something is written, and a client that left
         in a silent gap must free the replica at once.
         """
+        # What has been answered is answered: the transport closes when this returns.
+        self._writer.flush()
         self._closing = self._deaf = True
         self.deadline_s = self._plane.now() + _LINGER_S
         self._drop_requests()

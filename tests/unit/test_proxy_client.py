@@ -7,6 +7,7 @@ of it, `wire.takes()` what the client gets.
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -633,6 +634,32 @@ def test_uploads_are_held_back_and_let_go(wire: Wire) -> None:
 
 
 # -- a client that leaves
+
+
+@pytest.mark.parametrize("how", ["leaves", "close", "idle", "bad"])
+def test_what_has_been_answered_in_this_turn_is_sent_before_the_connection_ends(wire: Wire, how: str) -> None:
+    wire.plane.outbox.open(lambda flush: None)
+    wire.sends(get("/now"))
+    assert wire.transport.written == b""
+    if how == "leaves":
+        assert wire.connection.eof_received() is False
+    elif how == "close":
+        wire.sends(get("/now", "Connection: close"))
+    elif how == "idle":
+        wire.connection.close_if_idle()
+    else:
+        wire.sends(b"nonsense\r\n\r\n")
+    assert wire.takes().startswith(b"</now>")
+
+
+def test_what_is_written_to_a_client_that_is_gone_is_forgotten(wire: Wire) -> None:
+    soon: list[Callable[[], None]] = []
+    wire.plane.outbox.open(soon.append)
+    wire.sends(get("/now"))
+    wire.connection.connection_lost(None)
+    for call in soon:
+        call()
+    assert wire.takes() == b""
 
 
 @pytest.mark.parametrize("how", ["eof", "lost"])
