@@ -21,6 +21,7 @@ from gateway.proxy.exchange import Exchange
 from gateway.proxy.failures import Cause
 from gateway.proxy.heads import RequestHead
 from gateway.proxy.limits import PlaneLimits
+from gateway.proxy.outbox import Outbox
 from gateway.proxy.plane import DataPlane
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.proxy.routes import Routes
@@ -115,8 +116,8 @@ class FakeTransport(asyncio.Transport):
 class FakePool(ReplicaPool):
     """The real pool of idle connections; dialling waits for the test to decide."""
 
-    def __init__(self, replica: Replica, limits: PlaneLimits, now: Callable[[], float]) -> None:
-        super().__init__(replica, limits, None, now)
+    def __init__(self, replica: Replica, limits: PlaneLimits, now: Callable[[], float], outbox: Outbox) -> None:
+        super().__init__(replica, limits, None, now, outbox)
         self.dialled: list[Dial] = []
         self.connections: list[ReplicaConnection] = []
 
@@ -433,7 +434,7 @@ class _Timer:
 
 class _BenchPlane(DataPlane):
     def _new_pool(self, replica: Replica) -> ReplicaPool:
-        return FakePool(replica, self.limits, self.now)
+        return FakePool(replica, self.limits, self.now, self.outbox)
 
 
 OK_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 12\r\n\r\n" + b'{"answer":1}'

@@ -76,9 +76,17 @@ class AnyOrder(RuleBasedStateMachine):
         deadline_s=st.sampled_from([0.0, 0.0, 50.0]),
         queue=st.sampled_from([0, 1, 10]),
         attempts=st.integers(1, 3),
+        held=st.booleans(),
     )
     def begin(
-        self, replicas: int, most: int | None, budget_per_s: float, deadline_s: float, queue: int, attempts: int
+        self,
+        replicas: int,
+        most: int | None,
+        budget_per_s: float,
+        deadline_s: float,
+        queue: int,
+        attempts: int,
+        held: bool,
     ) -> None:
         specs = [ReplicaSpec(f"http://r{n}.test", models=("m",), max_in_flight=most) for n in range(replicas)]
         self.bench = Bench(
@@ -89,6 +97,9 @@ class AnyOrder(RuleBasedStateMachine):
             breaker=BreakerSettings(consecutive_failures=2, base_ejection_s=5.0),
         )
         bench = self.bench
+        if held:
+            # Writes wait for the end of the event loop's turn, as they do live.
+            bench.plane.outbox.open(bench.soon.append)
         bench.plane._budget = RetryBudget(0.2, budget_per_s, bench.clock)
         self.added = replicas
         self.pools: list[FakePool] = []
@@ -347,6 +358,7 @@ def play(seed: int, steps: int, seen: Counter[str]) -> None:
         rng.choice([0.0, 50.0]),
         rng.choice([0, 2, 10]),
         rng.randint(1, 3),
+        seed % 2 == 1,
     )
 
     def n() -> int:
