@@ -3,8 +3,8 @@
 A loop that serves many connections finds several readable at a time. Writing to the next socket after each read wakes
 its reader at once, which then handles one message and sleeps again, and takes the processor's caches along. Reading all
 first and writing all then wakes everybody once. Under load that saves a quarter of the CPU of a short request, and a
-tenth of that of a chunk where 512 streams run (`warmgate bench overhead`); where messages come one at a time it costs one
-callback more.
+tenth of that of a chunk where 512 streams run (`warmgate bench overhead`). Where messages come one at a time it costs
+one callback more.
 
 Rules
 - Bytes of one connection leave in the order in which they were given.
