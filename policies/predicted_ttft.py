@@ -40,7 +40,9 @@ otherwise serve them all, in ever larger batches, because a copy of the prefix n
 Costs that differ by less than predictions are worth are ties. Of two of these, drawn at random, the one is taken whose
 cache would lose what has not been used for longest, or has room: all caches together then lose what one large cache
 would. Drawn, because several gateways with the same view would otherwise herd, and two are nearly as good as all (M.
-Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
+Mitzenmacher, "The power of two choices in randomized load balancing", 2001). Workers that share their load each have
+replicas of their own (`Candidates.preferred`), and draw from those first: requests that come at the same moment, before
+one worker can know what another does, then still go to different replicas.
 """
 
 from random import Random
@@ -148,6 +150,7 @@ class PredictedTTFT:
         best_cost = better = alike = float("inf")
         best = other = candidates.slots[0]
         ties = 1
+        preferred, own_best, own_other, own_ties = candidates.preferred, best, best, 0
         slots, looked_at = candidates.slots, 0
         while slots:
             looked_at += len(slots)
@@ -169,6 +172,8 @@ class PredictedTTFT:
                 if cost < better:
                     best_cost, best, other, ties = cost, slot, slot, 1
                     better, alike = cost * (1.0 - _TIE), cost * (1.0 + _TIE)
+                    if preferred:
+                        own_best, own_other, own_ties = slot, slot, 1 if preferred[slot] else 0
                 elif cost <= alike:
                     # Reservoir sampling: each of k ties is kept with probability 1/k.
                     ties += 1
@@ -176,7 +181,15 @@ class PredictedTTFT:
                         best = slot
                     if self._random.random() * ties < 1.0:
                         other = slot
+                    if preferred and preferred[slot]:
+                        own_ties += 1
+                        if self._random.random() * own_ties < 1.0:
+                            own_best = slot
+                        if self._random.random() * own_ties < 1.0:
+                            own_other = slot
             slots = candidates.more(better) if candidates.more is not None else ()
+        if own_ties:
+            best, other = own_best, own_other
         if best != other and candidates.cache_oldest_use[other] < candidates.cache_oldest_use[best]:
             best = other
         if request.prompt_tokens > 0.0:

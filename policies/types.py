@@ -127,6 +127,9 @@ class Candidates:
     engine_waiting: Sequence[int] = ()
     engine_running: Sequence[int] = ()
     engine_kv_usage: Sequence[float] = ()
+    preferred: Sequence[bool] = ()
+    """By slot: of several workers with the same view, this one takes these first where candidates are alike, and each of
+    the others has its own. All False, or empty, where there is only one."""
     more: Callable[[float], Sequence[int]] | None = None
     """Where `slots` are not all there are: call it with a cost, again and again, for further slots. It returns the next
     few, their columns filled, and nothing when no candidate is left whose cost could be below,

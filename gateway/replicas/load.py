@@ -166,6 +166,7 @@ class LoadLedger:
         "on_progress",
         "on_room",
         "on_start",
+        "preferred",
         "prefill_started_s",
         "prefill_tokens",
         "prefill_work_s",
@@ -191,6 +192,8 @@ class LoadLedger:
         """Predicted prefill seconds of requests before their first token, nothing taken off for progress."""
         self.prefill_started_s: list[float] = []
         """Predicted prefill seconds of all requests ever sent: how much it goes up tells what has come meanwhile."""
+        self.preferred: list[bool] = []
+        """Taken first where candidates are alike: other workers have others. Written by whoever knows of these."""
         self.reserved: list[int] = []
         """Requests of this worker whose prompt another replica computes, before their first token."""
         self.decodes: list[int] = []
@@ -222,6 +225,7 @@ class LoadLedger:
             self.prefill_tokens.append(0.0)
             self.prefill_work_s.append(0.0)
             self.prefill_started_s.append(0.0)
+            self.preferred.append(False)
             self.decodes.append(0)
             self.reserved.append(0)
             self.context_tokens.append(0.0)
@@ -243,6 +247,7 @@ class LoadLedger:
         self.in_flight[slot] = 0
         self.prefill_tokens[slot] = 0.0
         self.prefill_work_s[slot] = 0.0
+        self.preferred[slot] = False
         self.decodes[slot] = 0
         self.reserved[slot] = 0
         self.context_tokens[slot] = 0.0

@@ -134,6 +134,7 @@ class Columns:
             kv_room_tokens=memory.room_tokens,
             cache_full=self._cache_full,
             cache_oldest_use=index.oldest_use,
+            preferred=ledger.preferred,
             matched_tokens=self.matched_tokens,
             own_prefill_s=self.own_prefill_s,
             predicted_ttft_s=self.predicted_ttft_s,

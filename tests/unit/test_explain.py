@@ -94,7 +94,7 @@ def test_the_terms_of_a_worked_example() -> None:
             "prefill_work": 0.1 * 0.2,
             "queue": 1.0 * (5 - 2) * 0.2,
             "eviction": 4.0 * 0.5 * 0.2,
-            "decode_delay": 0.05 * 3.0,
+            "decode_delay": 0.025 * 3.0,
             "batch": 5.0 * 0.01,
             # 2,000 + 500 tokens, 1,000 of them there, into 500 of 10,000
             "memory": 10.0 * 0.1,

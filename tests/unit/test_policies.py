@@ -209,6 +209,23 @@ def test_ties_are_drawn_evenly() -> None:
     assert min(chosen.values()) > 140
 
 
+def test_of_alike_a_worker_takes_its_own_first_and_only_of_alike() -> None:
+    policy = PredictedTTFT(seed=3)
+    view = candidates([0, 1, 2, 3], predicted_ttft_s=[0.2, 0.2, 0.2, 0.2])
+    view.preferred = [False, True, False, True]
+    chosen = Counter(policy.choose(REQUEST, view).slot for _ in range(600))
+    assert set(chosen) == {1, 3}
+    assert min(chosen.values()) > 200
+    # Where none of its own is among them, any of them; a better one is taken whosoever it is.
+    view = candidates([0, 1, 2, 3], predicted_ttft_s=[0.2, 0.9, 0.2, 0.9])
+    view.preferred = [False, True, False, True]
+    assert {policy.choose(REQUEST, view).slot for _ in range(100)} == {0, 2}
+    # What it had of its own before the best was found does not count.
+    view = candidates([0, 1, 2, 3], predicted_ttft_s=[0.9, 0.9, 0.2, 0.9])
+    view.preferred = [True, True, False, True]
+    assert {policy.choose(REQUEST, view).slot for _ in range(100)} == {2}
+
+
 def test_of_two_alike_the_one_that_would_lose_the_older_is_taken_more_often() -> None:
     policy = make_policy("predicted_ttft", seed=3)
     alike = candidates([0, 1, 2], predicted_ttft_s=[0.2, 0.2, 0.5])

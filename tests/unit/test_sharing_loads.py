@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import random
+from collections import Counter
 from statistics import fmean
 from typing import Any
 
@@ -227,6 +228,38 @@ def spread(
         if what == "arrival" and total >= 10 * replicas:
             worst.append(max(in_flight) * replicas / total)
     return sorted(worst)[int(0.99 * len(worst))]
+
+
+@pytest.mark.parametrize(("workers", "most"), [(2, 2), (3, 1), (5, 1)])
+def test_workers_divide_the_replicas_among_them(workers: int, most: int) -> None:
+    """Whatever the order and the slots in which they know them."""
+    team = [Worker(number, *(URLS if number % 2 else URLS[::-1])) for number in range(1, workers + 1)]
+    assert not any(any(worker.ledger.preferred) for worker in team)
+    for one in team:
+        entry = one.share.entry(0.0, [0])
+        assert entry is not None
+        for other in team:
+            other.share.read(entry, 0.0)
+
+    def owners() -> list[list[int]]:
+        result: list[list[int]] = [[] for _ in URLS]
+        for number, worker in enumerate(team):
+            for slot, mine in enumerate(worker.ledger.preferred):
+                if mine:
+                    replica = worker.fleet.by_slot[slot]
+                    assert replica is not None
+                    result[URLS.index(replica.base_url)].append(number)
+        return result
+
+    owned = owners()
+    assert all(owned)
+    taken = Counter(number for numbers in owned for number in numbers)
+    assert set(taken) == set(range(workers))
+    assert max(taken.values()) == most
+    # Who hears of no others has no preference.
+    for worker in team:
+        worker.share.expire(EXPIRE_S + 1.0)
+    assert not any(any(worker.ledger.preferred) for worker in team)
 
 
 def test_others_are_expected_to_do_alike_until_they_tell() -> None:
