@@ -128,7 +128,7 @@ class Candidates:
     engine_running: Sequence[int] = ()
     engine_kv_usage: Sequence[float] = ()
     preferred: Sequence[bool] = ()
-    """By slot: of several workers with the same view, this one takes these first where candidates are alike, and each of
+    """By slot: of several workers with the same view, this one takes these first where candidates are alike; each of
     the others has its own. All False, or empty, where there is only one."""
     more: Callable[[float], Sequence[int]] | None = None
     """Where `slots` are not all there are: call it with a cost, again and again, for further slots. It returns the next

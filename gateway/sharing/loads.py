@@ -6,10 +6,10 @@ does: for every request it starts, the work of so many more counts on that repli
 one of its own, until their entries tell what they did. In bursts where one worker puts 1.06 to 1.07 times the mean on
 one replica, four put 1.34 to 1.37 times it there without this, and 1.15 to 1.24 with it (test_sharing_loads.py).
 
-And each has a part of the replicas that it takes first where several are alike (`LoadLedger.preferred`): requests of the
-same moment then go to different ones before anybody could tell of them. On the conversation trace, whose requests come in
-bursts, four workers that know nothing of each other's load have a median TTFT of 256 ms with this and 312 without, one
-worker 244.
+And each has a part of the replicas that it takes first where several are alike (`LoadLedger.preferred`): requests of
+the same moment then go to different ones before anybody could tell of them. On the conversation trace, whose requests
+come in bursts, four workers that know nothing of each other's load have a median TTFT of 256 ms with this and 312
+without; one worker has 244.
 """
 
 from collections.abc import Callable, Iterable
