@@ -144,7 +144,10 @@ class Assignment:
             return
         # The slot may belong to another replica by now.
         if self._first and self._query.key is not None and self._parts.fleet.has(self.replica):
-            joined_s = self._parts.ledger.prefill_started_s[self.slot] - self._started_s
+            # Behind a queue, when it was computed and with whom is not known; and there a step is a small part.
+            joined_s = 0.0
+            if not self.decision.ahead_s:
+                joined_s = self._parts.ledger.prefill_started_s[self.slot] - self._started_s
             self._parts.predictor.observe(self.slot, self._work, self.predicted_ttft_s, self.observed_ttft_s, joined_s)
             if self._work is not None:
                 # Waits for memory are guesses, and priced as such.

@@ -24,6 +24,7 @@ from gateway.proxy import client as client_module
 from gateway.proxy.client import ClientConnection
 from gateway.proxy.failures import Phase
 from gateway.proxy.heads import RequestHead, replica_request_head
+from gateway.proxy.outbox import Outbox
 
 pytestmark = pytest.mark.interpreted
 
@@ -172,6 +173,7 @@ PLANE = SimpleNamespace(
     ),
     now=time.monotonic,
     draining=False,
+    outbox=Outbox(),
     client_connected=lambda client: True,
     client_disconnected=lambda client: None,
     refused_bytes=lambda error: None,

@@ -217,4 +217,4 @@ def test_targets_from_the_command_line(mode: str, tmp_path: Path) -> None:
     assert (report["refused"] > 0) is (mode == "refuse")
     assert report["errors"] == report["refused"]
     # With targets in force most are kept; without, hardly any is.
-    assert (report["goodput"]["share"] > 0.8) is (mode != "off")
+    assert (report["goodput"]["share"] > 0.75) is (mode != "off")
