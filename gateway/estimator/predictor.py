@@ -48,6 +48,9 @@ _ALL_EVERY_SHARE = 0.25
 _MOVED, _MOVED_S = 0.01, 0.0005
 """Changes of a factor, as a share, and of a constant that all of a large class follow."""
 
+_JOINED_SHARE = 0.05
+"""Of a time to the first token: if others may have prolonged it by more, it says nothing of the hardware."""
+
 _ALIKE = 0.05
 """Difference of factors, as logarithms, up to which replicas are of a kind."""
 
@@ -97,10 +100,6 @@ class ReplicaClass:
 def _beyond_doubt(deviation: float) -> float:
     """What is left of a deviation less what chance alone would bring about: equal replicas must stay equal."""
     return max(deviation - _DOUBT, 0.0) if deviation > 0.0 else min(deviation + _DOUBT, 0.0)
-
-
-_JOINED_SHARE = 0.05
-"""Of a time to the first token: if others may have prolonged it by more, it says nothing of the hardware."""
 
 
 class Work(NamedTuple):
