@@ -18,6 +18,7 @@ from gateway.replicas.load import NO_LOAD, Load, LoadLedger, Ticket
 from gateway.replicas.registry import Change, Fleet, Replica
 from gateway.sharing.layout import replica_identity
 from gateway.sharing.messages import loads_of, pack_loads, writer_of
+from gateway.sharing.pace import Pace
 
 HEARTBEAT_S = 1.0
 """How often all of a worker's load is told, changed or not."""
@@ -28,8 +29,12 @@ TELL_EVERY_S_PER_WORKER = 0.005
 """With many workers each tells less often, so that all of them together do not tell more than 200 times a second."""
 _PROGRESS_EVERY = 2.0
 """How many times that passes before it is told again how far prompts are, if nothing else has happened."""
-_SAVED = 4.0
-"""Entries that a worker may write at once after a pause: where little happens, others hear of it in milliseconds."""
+_SAVED = 12.0
+"""Entries that a worker may write at once after a pause: of a burst, too, others hear in milliseconds.
+
+On the conversation trace (9 requests every three seconds, in simulation 1.5 ms apart; the first 4,000) four workers had
+a mean TTFT of 650 ms with 4 and 10 ms between all reads, 577 with 4 and reads at once, 543 with 12. One worker: 537.
+"""
 
 _EXPECTED_FOR_S = 0.03
 """An expectation is given up between one and two times this later; about how long it takes to hear from others. Or
@@ -76,8 +81,7 @@ class LoadShare:
         self._expected_before: dict[int, Load] = {}
         self._turned_s = float("-inf")
         self._computing = False
-        self._saved = _SAVED
-        self._paced_s = float("-inf")
+        self._pace = Pace(_SAVED)
         self.on_news: Callable[[], None] | None = None
         """Called when there is something to tell. It must be cheap."""
         ledger.on_start = self._on_start
@@ -103,9 +107,7 @@ class LoadShare:
             Seconds to wait in any case, and seconds to wait after that unless there are news.
         """
         every_s = self.tell_every_s
-        self._saved = min(self._saved + (now_s - self._paced_s) / every_s, _SAVED) - 1.0
-        self._paced_s = now_s
-        pause_s = max(-self._saved, 0.0) * every_s
+        pause_s = self._pace.pause_s(now_s, every_s)
         due_s = now_s + _PROGRESS_EVERY * every_s if self._computing else self._heartbeat_s + HEARTBEAT_S
         if self._expected or self._expected_before:
             due_s = min(due_s, self._turned_s + _EXPECTED_FOR_S)

@@ -43,6 +43,7 @@ from gateway.sharing.connection import BLOCK_MS, FAULTS, Client, RedisTarget, cl
 from gateway.sharing.layout import EXPIRE_S, LOAD_ENTRIES, Keys, replica_identity
 from gateway.sharing.loads import HEARTBEAT_S, LoadShare
 from gateway.sharing.messages import BadEntry
+from gateway.sharing.pace import Pace
 from gateway.sharing.prefixes import Batch, PrefixShare
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,9 @@ _SLICE_S = 0.002
 """Longest time of reading at a stretch; then requests have their turn."""
 _READ_ENTRIES = 32
 _GATHER_S = 0.01
-"""Pause after a read that has brought all there is, so that the next brings more than one entry."""
+"""Time of a read that brings all there is, on average, so that it brings more than one entry where there are many."""
+_SAVED_READS = 16.0
+"""Reads without a pause after a time of few: what a burst does to the load is known before its last request comes."""
 _TICK_BYTES = 256 << 10
 """What one tick writes at most."""
 _RETELL_BLOCKS = 4096
@@ -291,6 +294,7 @@ class Sharing:
 
     async def _follow(self, client: Client, keys: list[str], ends: dict[str, str]) -> None:
         positions = self._positions
+        pace = Pace(_SAVED_READS)
         loading = set(keys)
         while not self._ending.is_set():
             for key in [key for key in loading if _order(positions[key]) >= _order(ends[key])]:
@@ -309,7 +313,7 @@ class Sharing:
                 most = max(most, len(entries))
                 await self._take_in(key, entries)
             if most < _READ_ENTRIES:
-                await asyncio.sleep(_GATHER_S)
+                await asyncio.sleep(pace.pause_s(self._clock(), _GATHER_S))
 
     async def _read(
         self, client: Client, streams: dict[str, str], block_ms: int | None
