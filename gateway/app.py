@@ -47,6 +47,7 @@ from gateway.replicas.spec import ReplicaSpec, Role
 from gateway.routing.hand_off import HandOffRules, HandOffSettings
 from gateway.routing.router import Router
 from gateway.routing.slo import ModelTargets, SloRules
+from gateway.sharing.board import Board
 from gateway.sharing.connection import RedisTarget, check_url
 from gateway.sharing.sharing import Sharing
 from policies.catalog import make_policy
@@ -230,13 +231,20 @@ class Gateway:
         port, admin_port: bound ports, after `start`.
     """
 
-    def __init__(self, config: Config, request_log: RequestLog | None = None, worker: int = 1) -> None:
+    def __init__(
+        self,
+        config: Config,
+        request_log: RequestLog | None = None,
+        worker: int = 1,
+        board: Board | None = None,
+    ) -> None:
         """Wire a gateway; must be called with a running event loop.
 
         Args:
             config: a configuration that `validate` accepts.
             request_log: where request lines go; standard output by default.
             worker: its number among the processes that share a port.
+            board: where these see each other's load; None if it is alone.
         """
         loop = asyncio.get_running_loop()
         self.config = config
@@ -287,6 +295,7 @@ class Gateway:
                 redis.namespace,
                 redis.shards,
                 redis.max_bytes,
+                board=board,
             )
             self.router.restart_is_news = self.sharing.is_news
         self.tally = Tally()

@@ -38,6 +38,7 @@ ACROSS_WORKERS: dict[str, Callable[[Sequence[float]], float]] = {
     "warmgate_redis_up": min,
     "warmgate_redis_lag_seconds": max,
     "warmgate_redis_workers": max,
+    "warmgate_board_workers": max,
     # Copies of one map.
     "warmgate_prefix_map_blocks": max,
     "warmgate_prefix_map_bytes": max,

@@ -23,6 +23,11 @@ class SharingCollector(Collector):
             "warmgate_redis_workers", "Workers heard of through Redis, this one included.", value=sharing.loads.workers
         )
         yield GaugeMetricFamily(
+            "warmgate_board_workers",
+            "Workers of this gateway that see each other's load in shared memory, this one included.",
+            value=sharing.loads.near_workers,
+        )
+        yield GaugeMetricFamily(
             "warmgate_redis_lag_seconds",
             "The longest time from the writing of an entry to its coming back through Redis, of the last 256.",
             value=max(sharing.lags_s, default=0.0),

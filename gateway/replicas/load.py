@@ -100,14 +100,14 @@ class Ticket:
         if ledger._generations[slot] != self._generation:
             return
         ledger.touched.add(slot)
-        if ledger.on_progress is not None:
-            ledger.on_progress()
         ledger.decodes[slot] += 1
         ledger.context_tokens[slot] += self._context_tokens
         if phase == _WAITING:
             ledger._release_prefill(self, now_s)
         else:
             ledger.reserved[slot] -= 1
+        if ledger.on_progress is not None:
+            ledger.on_progress(slot, now_s)
 
     def finish(self, now_s: float | None = None) -> None:
         """The attempt has ended, in whatever phase: all it still holds is released. Idempotent.
@@ -124,8 +124,6 @@ class Ticket:
         if ledger._generations[slot] != self._generation:
             return
         ledger.touched.add(slot)
-        if ledger.on_progress is not None:
-            ledger.on_progress()
         if phase == _WAITING:
             is_head = ledger._heads[slot] is self
             ledger._release_prefill(self, now_s if is_head else None)
@@ -143,6 +141,8 @@ class Ticket:
         )
         own_tokens = ledger.kv_own_tokens[slot] - self._kv_own_tokens
         ledger.kv_own_tokens[slot] = max(own_tokens, 0.0) if left else ledger._others[slot].kv_own_tokens
+        if ledger.on_progress is not None:
+            ledger.on_progress(slot, now_s)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -163,6 +163,7 @@ class LoadLedger:
         "in_flight",
         "kv_own_tokens",
         "kv_tokens",
+        "on_look",
         "on_progress",
         "on_room",
         "on_start",
@@ -182,8 +183,10 @@ class LoadLedger:
         """Called when others have less in flight than before: requests may wait for that."""
         self.on_start: Callable[[Ticket, float], None] | None = None
         """Called with every request counted, and when: others may be doing the same."""
-        self.on_progress: Callable[[], None] | None = None
-        """Called when a request has shown its first token, and when one has ended."""
+        self.on_progress: Callable[[int, float | None], None] | None = None
+        """Called with the slot, and when (if known), after something has changed that `on_start` is not called for."""
+        self.on_look: Callable[[], None] | None = None
+        """Called before a decision: there may be news of others that are there to be read."""
         self.in_flight: list[int] = []
         """Requests sent and not ended."""
         self.prefill_tokens: list[float] = []
@@ -364,6 +367,8 @@ class LoadLedger:
         if computed_elsewhere:
             ticket._phase = _RESERVED
             self.reserved[slot] += 1
+            if self.on_progress is not None:
+                self.on_progress(slot, now_s)
             return ticket
         self.prefill_tokens[slot] += uncached_tokens
         self.prefill_work_s[slot] += prefill_s

@@ -251,6 +251,8 @@ class Router:
         self, query: Query, tried: Sequence[int], now_s: float, *, whole: bool, all_candidates: bool = False
     ) -> Decision:
         """Choose a replica for an attempt; nothing is charged."""
+        if self.ledger.on_look is not None:
+            self.ledger.on_look()
         fleet = self.fleet
         slots = fleet.route_slots(query.model)
         prefills = fleet.prefill_slots(query.model)

@@ -1,5 +1,8 @@
 """The load's side of sharing: what this worker has outstanding, and what others have. No I/O and no clock.
 
+Workers of one gateway see each other's load on a board (`gateway.sharing.board`), at the moment of a decision. What
+follows is about all others, who are told.
+
 Between two entries all workers see the same state, and all would send what comes next to the same replica: what one
 sees as a gap that two requests fill, eight requests of four workers fall into. So each expects the others to do as it
 does: for every request it starts, the work of so many more counts on that replica as there are requests of others for
@@ -12,10 +15,12 @@ come in bursts, four workers that know nothing of each other's load have a media
 without; one worker has 244.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from gateway.replicas.load import NO_LOAD, Load, LoadLedger, Ticket
 from gateway.replicas.registry import Change, Fleet, Replica
+from gateway.sharing.board import Board
 from gateway.sharing.layout import replica_identity
 from gateway.sharing.messages import loads_of, pack_loads, writer_of
 from gateway.sharing.pace import Pace
@@ -39,16 +44,18 @@ a mean TTFT of 650 ms with 4 and 10 ms between all reads, 577 with 4 and reads a
 _EXPECTED_FOR_S = 0.03
 """An expectation is given up between one and two times this later; about how long it takes to hear from others. Or
 when this worker has nothing in flight any more: who does as it does has not, either."""
+_LEFT = 64
 _PRIOR = 10.0
 """Requests a second that every worker is taken to start besides those it tells: after a pause all are alike."""
 
 
 class _Worker:
-    """Another worker."""
+    """Another worker; a near one is on the board."""
 
-    __slots__ = ("budgets_bytes", "heard_s", "loads", "started")
+    __slots__ = ("budgets_bytes", "heard_s", "loads", "near", "started")
 
     def __init__(self) -> None:
+        self.near = False
         self.started = 0
         self.heard_s = 0.0
         self.loads: dict[int, Load] = {}
@@ -58,14 +65,19 @@ class _Worker:
 class LoadShare:
     """Tells a ledger's own load, and puts that of others into it."""
 
-    def __init__(self, ledger: LoadLedger, fleet: Fleet, writer: int) -> None:
+    def __init__(self, ledger: LoadLedger, fleet: Fleet, writer: int, board: Board | None = None) -> None:
         """Follow a fleet.
 
         Args:
             ledger: the load.
             fleet: the replicas.
             writer: this worker's number.
+            board: of the gateway's workers; None if there is one worker.
         """
+        self._board = board
+        # By place on the board. Who has left it may still be heard of for a moment.
+        self._near: dict[int, int] = {}
+        self._left: deque[int] = deque(maxlen=_LEFT)
         self._ledger = ledger
         self._fleet = fleet
         self._writer = writer
@@ -84,6 +96,9 @@ class LoadShare:
         self._pace = Pace(_SAVED)
         self.on_news: Callable[[], None] | None = None
         """Called when there is something to tell. It must be cheap."""
+        if board is not None:
+            board.enter(writer)
+            ledger.on_look = self.look
         ledger.on_start = self._on_start
         ledger.on_progress = self._on_progress
         for replica in fleet.replicas.values():
@@ -94,6 +109,11 @@ class LoadShare:
     def workers(self) -> int:
         """Workers alive, this one included."""
         return len(self._workers) + 1
+
+    @property
+    def near_workers(self) -> int:
+        """Of these, the workers on the board; this one if there is none."""
+        return len(self._near) + 1
 
     @property
     def tell_every_s(self) -> float:
@@ -121,20 +141,21 @@ class LoadShare:
             budgets_bytes: bytes the prefix logs are to keep, for this worker's part.
         """
         self._turn(now_s)
-        ledger, told = self._ledger, self._told
+        told = self._told
         heartbeat = now_s - self._heartbeat_s >= HEARTBEAT_S
+        # Whoever comes hears everything with the next heartbeat.
+        heard = heartbeat or self._board is None or len(self._workers) > len(self._near)
         loads: list[tuple[int, Load]] = []
         self._computing = busy = False
         for identity, slot in self._slots.items():
-            load = ledger.own(slot)
+            load = self._own(slot, now_s)
             if load.in_flight:
                 busy = True
             if load.prefill_work_s:
                 self._computing = True
-                # What the engine has already done of it is nobody's wait any more.
-                others_s = ledger.prefill_work_s[slot] - load.prefill_work_s
-                load = load._replace(prefill_work_s=max(ledger.prefill_ahead_s(slot, now_s) - others_s, 0.0))
-            if load != told.get(identity, NO_LOAD) or (heartbeat and load is not NO_LOAD):
+            if self._board is not None:
+                self._board.post(identity, load)
+            if heard and (load != told.get(identity, NO_LOAD) or (heartbeat and load is not NO_LOAD)):
                 told[identity] = load
                 loads.append((identity, load))
         if not busy and (self._expected or self._expected_before):
@@ -167,7 +188,7 @@ class LoadShare:
             BadEntry: it is none.
         """
         writer = writer_of(entry)
-        if writer == self._writer:
+        if writer == self._writer or writer in self._left:
             return writer
         started, budgets, loads = loads_of(entry)
         worker = self._workers.get(writer)
@@ -178,9 +199,12 @@ class LoadShare:
             worker.started = started
             self._weigh()
         worker.heard_s = now_s
-        changed = set(loads)
         if budgets:
             worker.budgets_bytes = budgets
+        if worker.near:
+            return writer
+        changed = set(loads)
+        if budgets:
             changed |= worker.loads.keys()
             worker.loads = loads
         else:
@@ -191,14 +215,62 @@ class LoadShare:
 
     def expire(self, now_s: float) -> None:
         """Forget workers that have not been heard for long, and what they were expected to do."""
+        self.look()
         self._turn(now_s)
         for writer, worker in list(self._workers.items()):
-            if now_s - worker.heard_s > EXPIRE_S:
-                del self._workers[writer]
-                self._weigh()
+            if now_s - worker.heard_s > EXPIRE_S and not worker.near:
+                self._forget(writer)
+
+    def look(self) -> None:
+        """Take in what has changed on the board."""
+        if self._board is None:
+            return
+        for place, writer, anew, loads in self._board.news():
+            known = self._near.get(place)
+            if known is not None and known != writer:
+                del self._near[place]
+                self._left.append(known)
+                self._forget(known)
+            if not writer:
+                continue
+            worker = self._workers.get(writer)
+            if worker is None:
+                worker = self._workers[writer] = _Worker()
                 self._divide()
-                for identity in worker.loads:
-                    self._sum(identity)
+            if not worker.near:
+                worker.near = True
+                self._near[place] = writer
+                self._weigh()
+            changed = set(loads)
+            if anew:
+                changed |= worker.loads.keys()
+                worker.loads = loads
+            else:
+                worker.loads.update(loads)
+            for identity in changed:
+                self._sum(identity)
+
+    def _forget(self, writer: int) -> None:
+        worker = self._workers.pop(writer)
+        self._weigh()
+        self._divide()
+        for identity in worker.loads:
+            self._sum(identity)
+
+    def _own(self, slot: int, now_s: float) -> Load:
+        """Return this worker's load on a replica, without what the engine has already done: nobody waits for that."""
+        ledger = self._ledger
+        load = ledger.own(slot)
+        if load.prefill_work_s:
+            others_s = ledger.prefill_work_s[slot] - load.prefill_work_s
+            load = load._replace(prefill_work_s=max(ledger.prefill_ahead_s(slot, now_s) - others_s, 0.0))
+        return load
+
+    def _post(self, slot: int, now_s: float | None) -> None:
+        replica = self._fleet.by_slot[slot]
+        if self._board is not None and replica is not None:
+            load = self._ledger.own(slot) if now_s is None else self._own(slot, now_s)
+            self._board.post(replica_identity(replica.base_url), load)
 
     def budget_bytes(self, shard: int) -> int:
         """Return the most bytes that another worker wants a prefix log to keep."""
@@ -208,9 +280,9 @@ class LoadShare:
         )
 
     def _weigh(self) -> None:
-        """Count how many requests others start for one of this worker's."""
-        others = sum(worker.started + _PRIOR for worker in self._workers.values())
-        self._echo = min(others / (self._started_before + _PRIOR), len(self._workers))
+        """Count how many requests others start for one of this worker's, without those whose requests it sees."""
+        unseen = [worker.started + _PRIOR for worker in self._workers.values() if not worker.near]
+        self._echo = min(sum(unseen) / (self._started_before + _PRIOR), len(unseen))
 
     def _divide(self) -> None:
         """Say which replicas this worker takes first: the others, who know the same names, take others."""
@@ -225,7 +297,7 @@ class LoadShare:
 
     def _on_start(self, ticket: Ticket, now_s: float) -> None:
         self._started += 1
-        self._on_progress()
+        self._on_progress(ticket.slot, now_s)
         if not self._echo:
             return
         if now_s - self._turned_s > 2 * _EXPECTED_FOR_S:
@@ -235,7 +307,9 @@ class LoadShare:
         self._expected[slot] = load if before is None else _sum_of((before, load))
         self._ledger.expect(slot, load)
 
-    def _on_progress(self) -> None:
+    def _on_progress(self, slot: int, now_s: float | None) -> None:
+        if self._board is not None:
+            self._post(slot, now_s)
         if self.on_news is not None:
             self.on_news()
 
@@ -273,6 +347,8 @@ class LoadShare:
             identity = replica_identity(replica.base_url)
             self._slots.pop(identity, None)
             self._told.pop(identity, None)
+            if self._board is not None:
+                self._board.post(identity, NO_LOAD)
             self._expected.pop(replica.slot, None)
             self._expected_before.pop(replica.slot, None)
             self._divide()

@@ -39,6 +39,7 @@ from gateway.prefixes.shared import SharedIndex
 from gateway.prompt.blocks import BlockSchedule
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Change, Fleet, Replica
+from gateway.sharing.board import Board
 from gateway.sharing.connection import BLOCK_MS, FAULTS, Client, RedisTarget, close, cluster_of, connect
 from gateway.sharing.layout import EXPIRE_S, LOAD_ENTRIES, Keys, replica_identity
 from gateway.sharing.loads import HEARTBEAT_S, LoadShare
@@ -94,6 +95,7 @@ class Sharing:
         shards: int = 8,
         max_bytes: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
+        board: Board | None = None,
     ) -> None:
         """Wire the parts; nothing is sent before `start`.
 
@@ -107,6 +109,7 @@ class Sharing:
             shards: number of prefix logs.
             max_bytes: what all of these may keep.
             clock: monotonic seconds.
+            board: where the workers of this gateway see each other's load; None if there is one.
         """
         self._target = target
         self._fleet = fleet
@@ -116,7 +119,7 @@ class Sharing:
         self._writer = self._random.getrandbits(63) | 1
         self._keys = Keys(namespace, schedule, shards)
         self.prefixes = PrefixShare(index, fleet, shards, max_bytes, self._writer)
-        self.loads = LoadShare(ledger, fleet, self._writer)
+        self.loads = LoadShare(ledger, fleet, self._writer, board)
         self.up = False
         self.loaded_s: float | None = None
         self.errors = 0

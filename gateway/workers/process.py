@@ -36,6 +36,7 @@ class WorkerProcess:
 
     Attributes:
         number: from 1; a worker that replaces another has its number.
+        place: its row on the board, which no other worker that is alive has; -1 if it has none.
         pid: process id.
         state: see `State`.
         page: the last metrics page it sent.
@@ -45,6 +46,7 @@ class WorkerProcess:
     def __init__(
         self,
         number: int,
+        place: int,
         process: asyncio.subprocess.Process,
         channel: Channel,
         connections: socket.socket,
@@ -52,6 +54,7 @@ class WorkerProcess:
     ) -> None:
         """Use `start`."""
         self.number = number
+        self.place = place
         self.pid = process.pid
         self.state = State.STARTING
         self.page: Page = []
@@ -66,11 +69,15 @@ class WorkerProcess:
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
-    async def start(cls, number: int, on_state: Callable[["WorkerProcess"], None]) -> "WorkerProcess":
+    async def start(
+        cls, number: int, board: int, place: int, on_state: Callable[["WorkerProcess"], None]
+    ) -> "WorkerProcess":
         """Start a process; it waits for the order to begin.
 
         Args:
             number: its number.
+            board: descriptor of the memory that workers share.
+            place: its row there, -1 for none.
             on_state: called whenever its state has changed.
 
         Raises:
@@ -88,14 +95,16 @@ class WorkerProcess:
                     str(number),
                     str(theirs.fileno()),
                     str(their_connections.fileno()),
+                    str(board),
+                    str(place),
                     stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), their_connections.fileno()),
+                    pass_fds=(theirs.fileno(), their_connections.fileno(), board),
                 )
             except OSError:
                 ours.close()
                 our_connections.close()
                 raise
-        return cls(number, process, await Channel.over(ours), our_connections, on_state)
+        return cls(number, place, process, await Channel.over(ours), our_connections, on_state)
 
     @property
     def serving(self) -> bool:

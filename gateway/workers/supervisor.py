@@ -7,6 +7,7 @@ gateway drains and exits with code 1, and says so.
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from gateway.reload import change_replicas, check_names, replica_changes, sectio
 from gateway.replicas.health import HealthChecker
 from gateway.replicas.probe import ProbeClient
 from gateway.replicas.scrape import Scraper
+from gateway.sharing.board import Board, open_memory
 from gateway.workers.channel import frame
 from gateway.workers.facts import Fact, ReportingFleet, snapshot
 from gateway.workers.handover import Handover
@@ -75,6 +77,10 @@ class Supervisor:
             self._fleet, self._probes, health_settings(config), self._replica_active, self._scraper.scrape
         )
         self._handover = Handover()
+        # One that leaves and the one that comes instead are alive together. If more are leaving, one does without.
+        self._memory = open_memory(2 * self._count)
+        self._board = Board(self._memory)
+        self._places = set(range(self._board.places))
         self._sockets: list[socket.socket] = []
         self._running: list[WorkerProcess] = []
         self._keepers: list[asyncio.Task[None]] = []
@@ -195,6 +201,9 @@ class Supervisor:
             bound.close()
         if self._redis is not None:
             await self._redis.stop()
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
 
     async def reload(self, config: Config) -> None:
         """Put another configuration in force in all workers.
@@ -280,7 +289,13 @@ class Supervisor:
 
     async def _run(self, number: int) -> str | None:
         """Run a worker; return how it has died, None if it is leaving because it was asked to."""
-        worker = await WorkerProcess.start(number, self._on_state)
+        place = min(self._places, default=-1)
+        self._places.discard(place)
+        try:
+            worker = await WorkerProcess.start(number, self._memory, place, self._on_state)
+        except BaseException:
+            self._free_place(place)
+            raise
         # What waits to be told is in the snapshot. Between it and the list of those who are told, nothing may come.
         self._send_facts()
         worker.begin(self._document(number), snapshot(self._fleet))
@@ -306,6 +321,7 @@ class Supervisor:
     async def _until_gone(self, worker: WorkerProcess) -> str:
         code = await worker.until_gone()
         self._running.remove(worker)
+        self._free_place(worker.place)
         worker.close_lane(self._handover)
         self._late_since_s.pop(worker, None)
         self._view.gone(worker)
@@ -314,6 +330,12 @@ class Supervisor:
         if code < 0:
             return f"(pid {worker.pid}) was killed by {signal.Signals(-code).name}"
         return f"(pid {worker.pid}) has exited with code {code}"
+
+    def _free_place(self, place: int) -> None:
+        """What its worker had outstanding is so no more; the others see it at once."""
+        if place >= 0:
+            self._board.clear(place)
+            self._places.add(place)
 
     def _on_state(self, worker: WorkerProcess) -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,6 @@
-"""A worker process: `python -m gateway.workers.worker NUMBER CONTROL CONNECTIONS`, the latter two descriptors.
+"""A worker process: `python -m gateway.workers.worker NUMBER CONTROL CONNECTIONS BOARD PLACE`.
+
+The three in the middle are descriptors; PLACE is its row on the board (`gateway.sharing.board`), -1 if there is none.
 
 What the supervisor says, and what comes back
 
@@ -35,6 +37,7 @@ from gateway.app import Gateway
 from gateway.config import Config
 from gateway.process import configure_logging, raise_descriptor_limit, settle_garbage_collector
 from gateway.proxy.request_log import RequestLog
+from gateway.sharing.board import Board
 from gateway.workers import facts
 from gateway.workers.channel import Channel
 
@@ -185,13 +188,14 @@ class Worker:
             logger.error("the worker has not closed in %g s and ends as it is", _CLOSE_S)
 
 
-async def work(number: int, control: socket.socket, connections: socket.socket) -> int:
+async def work(number: int, control: socket.socket, connections: socket.socket, board: Board | None) -> int:
     """Run a worker to its end; return the exit code.
 
     Args:
         number: of the worker.
         control: end of the channel to the supervisor.
         connections: where connections come in.
+        board: where workers see each other's load; None if it has no place there.
     """
     loop = asyncio.get_running_loop()
     for ignored in (signal.SIGINT, signal.SIGHUP):
@@ -207,7 +211,7 @@ async def work(number: int, control: socket.socket, connections: socket.socket) 
             logging.getLogger(name).setLevel(level)
         raise_descriptor_limit(config.limits.max_connections)
         log = RequestLog(fields={"worker": number}) if config.logging.requests else None
-        gateway = Gateway(config, log, number)
+        gateway = Gateway(config, log, number, board)
     except (ValueError, OSError) as error:
         logger.error("worker %d cannot start: %s", number, error)
         return _GIVEN_UP
@@ -223,13 +227,14 @@ async def work(number: int, control: socket.socket, connections: socket.socket) 
 
 def main() -> None:
     """Start as the supervisor has asked."""
-    number, control, connections = map(int, sys.argv[1:4])
+    number, control, connections, memory, place = map(int, sys.argv[1:6])
     configure_logging("info", number)
     # A signal in the first moments must not kill the process half way.
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     with contextlib.closing(socket.socket(fileno=control)) as end:
-        sys.exit(uvloop.run(work(number, end, socket.socket(fileno=connections))))
+        board = Board(memory, place) if place >= 0 else None
+        sys.exit(uvloop.run(work(number, end, socket.socket(fileno=connections), board)))
 
 
 if __name__ == "__main__":

@@ -339,6 +339,35 @@ def has_server() -> bool:
     return False
 
 
+async def test_workers_see_each_others_load_without_redis_and_that_of_a_dead_one_is_gone(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        replicas = [await StubReplica(script=StreamsHeld()).start() for _ in range(8)]
+        for replica in replicas:
+            stack.push_async_callback(replica.stop)
+            stack.callback(end, replica)
+        config = document(*replicas, routing={"policy": "least_outstanding"})
+        served = await stack.enter_async_context(serving(config, tmp_path))
+        clients = await connected(stack, served, 8)
+        found = await until_workers(served, lambda found: sum(worker["connections"] or 0 for worker in found) == 8)
+        assert [worker["connections"] for worker in found] == [4, 4]
+        await begin_streams(clients)
+        assert [len(replica.requests) for replica in replicas] == [1] * 8
+        assert (await metrics(served))["warmgate_board_workers"] == 2
+
+        os.kill(found[0]["pid"], signal.SIGKILL)
+        await served.until_said(r"worker 1 \(pid \d+\) was killed by SIGKILL")
+        await until_workers(served, all_serving)
+
+        # The four whose streams broke have nothing to do.
+        async def idle_now() -> list[int]:
+            return [number for number, replica in enumerate(replicas) if not replica.in_flight]
+
+        idle = await repeated(idle_now, lambda idle: len(idle) >= 4)
+        assert len(idle) == 4
+        await begin_streams(await connected(stack, served, 4))
+        assert [len(replica.requests) for replica in replicas] == [1 + (number in idle) for number in range(8)]
+
+
 @pytest.mark.skipif(not has_server(), reason="no redis-server on this machine")
 async def test_workers_share_their_map_through_a_server_of_their_own(replica: StubReplica, tmp_path: Path) -> None:
     config = document(replica)
@@ -368,7 +397,7 @@ async def test_rules_for_gauges_are_for_gauges_that_exist(replica: StubReplica) 
     async with running_gateway([replica]) as gateway:
         kinds = {family.name: family.type for family in gateway.gateway.view.families()}
     # These are there when Redis is used and events are followed.
-    optional = ("warmgate_redis_", "warmgate_kv_events_")
+    optional = ("warmgate_redis_", "warmgate_board_", "warmgate_kv_events_")
     rules = {name for name in ACROSS_WORKERS if not name.startswith(optional)}
     assert {kinds.get(name) for name in rules} == {"gauge"}
 

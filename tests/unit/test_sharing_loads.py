@@ -1,11 +1,14 @@
 """Several workers' loads in one ledger each, and what bursts do to replicas then. Virtual time throughout."""
 
+import contextlib
 import heapq
 import itertools
+import os
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -19,6 +22,7 @@ from gateway.replicas.load import NO_LOAD, Load, LoadLedger
 from gateway.replicas.registry import Fleet
 from gateway.replicas.spec import ReplicaSpec
 from gateway.sharing import messages
+from gateway.sharing.board import Board, open_memory
 from gateway.sharing.loads import EXPIRE_S, HEARTBEAT_S, TELL_EVERY_S, LoadShare
 from policies.catalog import make_policy
 
@@ -33,12 +37,13 @@ def fleet_of(*urls: str) -> Fleet:
 
 
 class Worker:
-    def __init__(self, number: int, *urls: str) -> None:
+    def __init__(self, number: int, *urls: str, board: Board | None = None) -> None:
         self.fleet = fleet_of(*urls)
         self.ledger = LoadLedger()
-        self.share = LoadShare(self.ledger, self.fleet, number)
+        self.share = LoadShare(self.ledger, self.fleet, number, board)
 
     def columns(self, slot: int) -> Load:
+        self.share.look()
         ledger = self.ledger
         return Load(
             ledger.in_flight[slot],
@@ -49,6 +54,9 @@ class Worker:
             ledger.kv_tokens[slot],
             ledger.kv_own_tokens[slot],
         )
+
+
+WorkerKind = TypeVar("WorkerKind", bound=Worker)
 
 
 def tell(one: Worker, other: Worker, now_s: float) -> None:
@@ -121,6 +129,97 @@ def test_a_worker_that_says_farewell_has_no_load() -> None:
     assert other.columns(0) == NO_LOAD
 
 
+# -- workers of one gateway
+
+
+@contextlib.contextmanager
+def on_one_board(workers: int, *urls: str, kind: type[WorkerKind]) -> Iterator[tuple[Board, list[WorkerKind]]]:
+    """Workers that see each other, and the board as their supervisor has it."""
+    memory = open_memory(workers)
+    try:
+        team = [kind(number + 1, *urls, board=Board(memory, number)) for number in range(workers)]
+        yield Board(memory), team
+    finally:
+        os.close(memory)
+
+
+def test_workers_of_one_gateway_see_each_others_load_without_being_told() -> None:
+    with on_one_board(3, *URLS, kind=Worker) as (_, (one, other, third)):
+        ticket = one.ledger.start(0, 0.0, 1000, 400, 0.25, 50)
+        third.ledger.start(0, 0.0, 10, 10, 0.5, 10)
+        # Nothing is expected of those who can be seen.
+        assert other.columns(0) == Load(2, 0, 410.0, 0.75, 0.0, 1070.0, 470.0)
+        assert one.columns(0) == Load(2, 0, 410.0, 0.75, 0.0, 1070.0, 470.0)
+        ticket.first_token(0.2)
+        assert other.columns(0) == Load(2, 1, 10.0, 0.5, 1025.0, 1070.0, 470.0)
+        ticket.finish(0.3)
+        assert other.columns(0) == Load(1, 0, 10.0, 0.5, 0.0, 20.0, 20.0)
+        assert third.columns(0).in_flight == 1
+        assert [worker.share.near_workers for worker in (one, other, third)] == [3, 3, 3]
+
+
+def test_a_prompt_that_another_replica_computes_is_on_the_board() -> None:
+    with on_one_board(2, *URLS, kind=Worker) as (_, (one, other)):
+        one.ledger.start(0, 0.0, 1000, 400, 0.25, 50, computed_elsewhere=True)
+        assert other.columns(0) == Load(1, 0, 0.0, 0.0, 0.0, 1050.0, 450.0)
+
+
+def test_what_is_done_of_a_prompt_is_on_the_board_after_a_while() -> None:
+    with on_one_board(2, *URLS, kind=Worker) as (_, (one, other)):
+        one.ledger.start(0, 0.0, 1000, 1000, 1.0, 50)
+        assert other.columns(0).prefill_work_s == 1.0
+        one.share.entry(0.75, [0])
+        assert other.columns(0).prefill_work_s == pytest.approx(0.25)
+
+
+def test_a_worker_that_has_died_has_no_load_also_if_redis_says_so_later() -> None:
+    with on_one_board(2, *URLS, kind=Worker) as (supervisor, (one, other)):
+        one.ledger.start(0, 0.0, 1000, 400, 0.25, 50)
+        late = one.share.entry(0.0, [0])
+        assert late is not None
+        assert other.columns(0).in_flight == 1
+        supervisor.clear(0)
+        assert other.columns(0) == NO_LOAD
+        assert (other.share.workers, other.share.near_workers) == (1, 1)
+        other.share.read(late, 0.01)
+        assert other.columns(0) == NO_LOAD
+        assert other.share.workers == 1
+
+
+def test_of_a_worker_on_the_board_what_redis_says_is_not_believed() -> None:
+    with on_one_board(2, *URLS, kind=Worker) as (_, (one, other)):
+        ticket = one.ledger.start(0, 0.0, 1000, 400, 0.25, 50)
+        old = one.share.entry(0.0, [77])
+        assert old is not None
+        ticket.finish(0.01)
+        other.share.look()
+        other.share.read(old, 0.02)
+        assert other.columns(0) == NO_LOAD
+        assert other.share.budget_bytes(0) == 77
+        # It does not expire either: it may have nothing to say.
+        other.share.expire(10 * EXPIRE_S)
+        assert other.share.workers == 2
+
+
+def test_workers_of_other_gateways_are_told_all_and_are_heard() -> None:
+    far = Worker(9, *URLS)
+    with on_one_board(2, *URLS, kind=Worker) as (_, (one, other)):
+        assert one.share.entry(0.0, [0]) is not None
+        one.ledger.start(0, 0.1, 1000, 400, 0.25, 50)
+        other.share.look()
+        one.share.look()
+        assert one.share.entry(0.1, [0]) is None  # nobody is there who does not see it
+        far.ledger.start(1, 0.1, 100, 100, 0.5, 10)
+        tell(far, one, 0.2)
+        assert one.columns(1).in_flight == 1
+        assert other.columns(1) == NO_LOAD  # that is his own load, not the sum
+        tell(one, far, 0.3)
+        assert far.columns(0).in_flight == 1
+        # Of those who are not seen it is expected that they do alike: one of the two others.
+        one.ledger.start(2, 0.4, 1000, 400, 0.25, 50)
+        assert one.columns(2).prefill_tokens == 800.0
+
+
 EVENTS = st.lists(
     st.tuples(
         st.integers(0, 1), st.integers(0, 1), st.sampled_from(["start", "first", "finish", "tell"]), st.integers(0, 4)
@@ -131,7 +230,12 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_nothing_is_left_when_all_have_ended_in_any_order(events: list[tuple[int, int, str, int]]) -> None:
-    workers = [Worker(1, *URLS), Worker(2, *URLS)]
+    _all_ends([Worker(1, *URLS), Worker(2, *URLS)], events)
+    with on_one_board(2, *URLS, kind=Worker) as (_, team):
+        _all_ends(team, events)
+
+
+def _all_ends(workers: list[Worker], events: list[tuple[int, int, str, int]]) -> None:
     tickets: list[list[Any]] = [[], []]
     now_s = 0.0
     for number, slot, event, which in events:
@@ -165,8 +269,8 @@ def test_nothing_is_left_when_all_have_ended_in_any_order(events: list[tuple[int
 class RoutingWorker(Worker):
     """A worker with a router."""
 
-    def __init__(self, number: int, *urls: str) -> None:
-        super().__init__(number, *urls)
+    def __init__(self, number: int, *urls: str, board: Board | None = None) -> None:
+        super().__init__(number, *urls, board=board)
         policy = make_policy("predicted_ttft", number)
         self.router = router_over(self.fleet, policy, DEFAULT_SCHEDULE, ledger=self.ledger)
 
@@ -260,6 +364,25 @@ def test_workers_divide_the_replicas_among_them(workers: int, most: int) -> None
     for worker in team:
         worker.share.expire(EXPIRE_S + 1.0)
     assert not any(any(worker.ledger.preferred) for worker in team)
+
+
+def test_a_burst_of_one_moment_is_spread_by_four_workers_of_one_gateway_as_by_one() -> None:
+    urls = [f"http://replica-{number}:8000" for number in range(8)]
+
+    def fullest(team: Sequence[RoutingWorker], requests: int) -> int:
+        rng = random.Random(3)
+        in_flight = [0] * len(urls)
+        for number in range(requests):
+            worker = team[rng.randrange(len(team))]
+            body = RequestBody(None, True, False, 100, 1, None, prompt_key(b"%08d" % number * 2000, 1))
+            in_flight[worker.router.assign(worker.router.query(body, {}), (), 0.0).slot] += 1
+        return max(in_flight)
+
+    for requests in (8, 40):
+        with on_one_board(4, *urls, kind=RoutingWorker) as (_, team):
+            assert fullest(team, requests) == requests // 8
+        strangers = [RoutingWorker(number + 1, *urls) for number in range(4)]
+        assert fullest(strangers, requests) > requests // 8
 
 
 def test_others_are_expected_to_do_alike_until_they_tell() -> None:
