@@ -252,7 +252,7 @@ class Router:
     ) -> Decision:
         """Choose a replica for an attempt; nothing is charged."""
         if self.ledger.on_look is not None:
-            self.ledger.on_look()
+            self.ledger.on_look(now_s)
         fleet = self.fleet
         slots = fleet.route_slots(query.model)
         prefills = fleet.prefill_slots(query.model)

@@ -4,6 +4,9 @@ Requests of the same moment go to different workers. What a message says of the 
 sent somewhere; what stands here is read when the next decision is made. Workers of other gateways are told and heard
 through Redis (`gateway.sharing.loads`).
 
+On the conversation trace (9 requests at once every three seconds; the first 4,000, in simulation) four workers with it
+have a mean TTFT of 538 ms, without it 685, and one worker has 537.
+
 Layout, all of it 8-byte words
     heads    a place each: how many times its row has changed
     rows     a place each:
@@ -163,10 +166,13 @@ class Board:
         self._memory[8 * first + 8 : 8 * last] = _SAYS.pack(identity, *load)
         self._words[last] = version
 
+    @property
+    def has_news(self) -> bool:
+        """Whether anything has changed since `news` was called; cheap."""
+        return self._heads != self._heads_seen
+
     def news(self) -> list[News]:
         """Return what has changed since the last time."""
-        if self._heads == self._heads_seen:
-            return []
         found = []
         self._heads_seen = heads = bytes(self._heads)
         for place, change in enumerate(memoryview(heads).cast("Q")):

@@ -18,6 +18,20 @@ class Pace:
         self._most = self._saved = saved
         self._last_s = float("-inf")
 
+    def is_due(self, now_s: float, every_s: float) -> bool:
+        """Return whether it may be done now, and note that it is.
+
+        Args:
+            now_s: monotonic seconds.
+            every_s: how much time it has on average.
+        """
+        self._saved = min(self._saved + (now_s - self._last_s) / every_s, self._most)
+        self._last_s = now_s
+        if self._saved < 1.0:
+            return False
+        self._saved -= 1.0
+        return True
+
     def pause_s(self, now_s: float, every_s: float) -> float:
         """Note that it has been done, and return the seconds until it may be done again.
 

@@ -151,8 +151,10 @@ def test_workers_of_one_gateway_see_each_others_load_without_being_told() -> Non
         assert other.columns(0) == Load(2, 0, 410.0, 0.75, 0.0, 1070.0, 470.0)
         assert one.columns(0) == Load(2, 0, 410.0, 0.75, 0.0, 1070.0, 470.0)
         ticket.first_token(0.2)
+        one.share.entry(0.2, [0])
         assert other.columns(0) == Load(2, 1, 10.0, 0.5, 1025.0, 1070.0, 470.0)
         ticket.finish(0.3)
+        one.share.entry(0.3, [0])
         assert other.columns(0) == Load(1, 0, 10.0, 0.5, 0.0, 20.0, 20.0)
         assert third.columns(0).in_flight == 1
         assert [worker.share.near_workers for worker in (one, other, third)] == [3, 3, 3]
@@ -160,7 +162,11 @@ def test_workers_of_one_gateway_see_each_others_load_without_being_told() -> Non
 
 def test_a_prompt_that_another_replica_computes_is_on_the_board() -> None:
     with on_one_board(2, *URLS, kind=Worker) as (_, (one, other)):
+        news: list[int] = []
+        one.share.on_news = lambda: news.append(1)
         one.ledger.start(0, 0.0, 1000, 400, 0.25, 50, computed_elsewhere=True)
+        assert news
+        one.share.entry(0.0, [0])
         assert other.columns(0) == Load(1, 0, 0.0, 0.0, 0.0, 1050.0, 450.0)
 
 
@@ -192,6 +198,7 @@ def test_of_a_worker_on_the_board_what_redis_says_is_not_believed() -> None:
         old = one.share.entry(0.0, [77])
         assert old is not None
         ticket.finish(0.01)
+        one.share.entry(0.01, [77])
         other.share.look()
         other.share.read(old, 0.02)
         assert other.columns(0) == NO_LOAD

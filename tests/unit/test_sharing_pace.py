@@ -15,6 +15,14 @@ def test_as_often_as_was_saved_and_then_one_after_the_other() -> None:
     assert pace.pause_s(6.5, 0.5) == pytest.approx(0.5)
 
 
+def test_what_is_not_due_is_not_noted() -> None:
+    pace = Pace(2.0)
+    assert [pace.is_due(1.0, 0.5) for _ in range(4)] == [True, True, False, False]
+    assert not pace.is_due(1.4, 0.5)
+    assert pace.is_due(1.5, 0.5)
+    assert not pace.is_due(1.5, 0.5)
+
+
 @given(st.floats(1.0, 20.0), st.lists(st.floats(0.0, 1.0), min_size=1, max_size=200))
 def test_never_more_often_than_the_average_and_what_was_saved(saved: float, idle_s: list[float]) -> None:
     every_s = 0.05
