@@ -96,6 +96,8 @@ class Request:
     """Length of the canonical prompt, the unfinished last block included; 0 when there is none."""
     now_s: float = 0.0
     """When the decision is made, in seconds from any fixed moment: data like the rest, of real or simulated time."""
+    arrivals_per_s: float = 0.0
+    """Requests that come in a second for the replicas that may serve this one; 0 if nothing is known."""
 
 
 @dataclass(slots=True)

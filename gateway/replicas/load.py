@@ -174,6 +174,7 @@ class LoadLedger:
         "reserved",
         "step_seen_s",
         "touched",
+        "workers_share",
     )
 
     def __init__(self) -> None:
@@ -187,6 +188,8 @@ class LoadLedger:
         """Called when something has changed that `on_start` is not called for."""
         self.on_look: Callable[[float], None] | None = None
         """Called before a decision, with the time: there may be news of others that are there to be read."""
+        self.workers_share = 1.0
+        """Requests that all workers start for one of this worker's. Written by whoever knows of the others."""
         self.in_flight: list[int] = []
         """Requests sent and not ended."""
         self.prefill_tokens: list[float] = []

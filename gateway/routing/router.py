@@ -23,6 +23,7 @@ from gateway.replicas.ejection import Ejector
 from gateway.replicas.kv_memory import KvMemory
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Change, Fleet, Replica
+from gateway.routing.arrivals import Arrivals
 from gateway.routing.assignment import Assignment
 from gateway.routing.columns import ENGINE_BLOCK_TOKENS, Columns
 from gateway.routing.decision import Decision, Standing
@@ -101,6 +102,7 @@ class Router:
         self._token_counted: Callable[[str, TokenPrompt, int], None] | None = None
         self._session_header = session_header.lower().encode() if session_header else None
         self._output_tokens: dict[str, float] = {}
+        self._arrivals = Arrivals()
         self._sized_at_ratio: dict[str, float] = {}
         self._remembering: WeakSet[RemembersReplicas] = WeakSet()
         self.restart_is_news: Callable[[Replica], bool] = lambda replica: True
@@ -277,7 +279,7 @@ class Router:
             prefills = ()
         if prefills:
             slots = self.hand_offs.out_of_the_way(slots, prompt_tokens)
-        request.now_s = now_s
+        request.now_s, request.arrivals_per_s = now_s, self._arrivals.per_s(query.pool) * self.ledger.workers_share
         targets, slo, outlook = query.targets, self.slo, None
         fallback, pool = self.fallback, query.pool
         error = fallback.fallen.get(pool) if fallback.fallen and self._predicts else None
@@ -344,6 +346,7 @@ class Router:
         fleet, slot, plan, now_s = self.fleet, decision.slot, decision.plan, decision.now_s
         request, key, prompt_tokens, targets = query.request, query.key, decision.prompt_tokens, query.targets
         cached_tokens, own_s, ttft_s = decision.cached_tokens, decision.own_prefill_s, decision.ttft_s
+        self._arrivals.note(query.pool, now_s)
         if decision.error is not None:
             self.fallback.decided(query.pool)
         expected_cached_tokens, hand_off = cached_tokens, None

@@ -287,9 +287,11 @@ class LoadShare:
         )
 
     def _weigh(self) -> None:
-        """Count how many requests others start for one of this worker's, without those whose requests it sees."""
+        """Count how many requests others start for one of this worker's; the echo is of those it does not see."""
+        own = self._started_before + _PRIOR
         unseen = [worker.started + _PRIOR for worker in self._workers.values() if not worker.near]
-        self._echo = min(sum(unseen) / (self._started_before + _PRIOR), len(unseen))
+        self._echo = min(sum(unseen) / own, len(unseen))
+        self._ledger.workers_share = 1.0 + sum(worker.started + _PRIOR for worker in self._workers.values()) / own
 
     def _divide(self) -> None:
         """Say which replicas this worker takes first: the others, who know the same names, take others."""

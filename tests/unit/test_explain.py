@@ -86,12 +86,13 @@ def test_the_terms_of_a_worked_example() -> None:
     policy = PredictedTTFT()
     policy._reuse = 0.5
     request = Request(prompt_tokens=2000.0, expected_output_tokens=500.0)
-    terms = CostTerms(policy, {"eviction_price": 2.0})
+    terms = CostTerms(policy, {"eviction_price": 2.0, "prefill_price": 0.05, "tied_price": 1.5})
     assert terms.unit == "s"
     assert terms.of(request, candidates, 0) == pytest.approx(
         {
             "ttft": 1.0,
-            "prefill_work": 0.1 * 0.2,
+            "prefill_work": 0.1 * 0.5 * 0.2,
+            "tied": 1.5 * 0.2**2,
             "queue": 1.0 * (5 - 2) * 0.2,
             "eviction": 4.0 * 0.5 * 0.2,
             "decode_delay": 0.025 * 3.0,
@@ -101,7 +102,9 @@ def test_the_terms_of_a_worked_example() -> None:
             "memory_wait": -(1.0 - 0.03) * 0.4,
         }
     )
-    assert terms.of(request, candidates, 1) == pytest.approx({"ttft": 0.5, "prefill_work": 0.04, "batch": 0.025})
+    assert terms.of(request, candidates, 1) == pytest.approx(
+        {"ttft": 0.5, "prefill_work": 0.02, "tied": 0.24, "batch": 0.025}
+    )
 
 
 _SECONDS = st.floats(0.0, 100.0)
@@ -131,7 +134,7 @@ def test_terms_add_up_to_the_cost_that_was_minimised_and_nobody_costs_less(data:
     )
     policy = PredictedTTFT(seed=data.draw(st.integers(0, 3)))
     policy._reuse = reuse
-    request = Request(data.draw(_TOKENS), data.draw(_TOKENS))
+    request = Request(data.draw(_TOKENS), data.draw(_TOKENS), arrivals_per_s=data.draw(st.floats(0.0, 1000.0)))
     choice = policy.choose(request, candidates)
     terms = CostTerms(policy, choice.terms)
     totals = [sum(terms.of(request, candidates, slot).values()) for slot in candidates.slots]
