@@ -11,6 +11,7 @@ from rich.text import Text
 _TERMS = {
     "ttft": "\nTTFT",
     "prefill_work": "prefill\nwork",
+    "tied": "those\ntied",
     "queue": "queue\nbehind",
     "eviction": "\neviction",
     "decode_delay": "decode\ndelay",
