@@ -1,18 +1,19 @@
 """How many requests a second come, by pool: what a decision takes from those who come next depends on it."""
 
-_STEP = 0.02
-"""Weight of one gap in the moving mean."""
-_LONGEST_GAP_S = 60.0
-_FIRST_GAP_S = 1.0
+from math import exp
+
+_MEMORY_S = 10.0
+"""A request counts for about so long. Longer than bursts are: what has come in one is there already, and others follow
+it at the usual rate."""
 
 
 class Arrivals:
-    """Moving means of the gaps between requests. No clock."""
+    """Counts of requests that fade away. No clock."""
 
-    __slots__ = ("_gaps_s", "_last_s")
+    __slots__ = ("_counts", "_last_s")
 
     def __init__(self) -> None:
-        self._gaps_s: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
         self._last_s: dict[str, float] = {}
 
     def note(self, pool: str, now_s: float) -> None:
@@ -22,11 +23,17 @@ class Arrivals:
             pool: for which it is; one of the fleet's.
             now_s: monotonic seconds.
         """
-        gap_s = min(max(now_s - self._last_s.get(pool, now_s), 0.0), _LONGEST_GAP_S)
-        before_s = self._gaps_s.get(pool, _FIRST_GAP_S)
+        self._counts[pool] = 1.0 + _MEMORY_S * self.per_s(pool, now_s)
         self._last_s[pool] = now_s
-        self._gaps_s[pool] = before_s + _STEP * (gap_s - before_s)
 
-    def per_s(self, pool: str) -> float:
-        """Return how many come a second; one where nothing is known."""
-        return 1.0 / max(self._gaps_s.get(pool, _FIRST_GAP_S), 1e-6)
+    def per_s(self, pool: str, now_s: float) -> float:
+        """Return how many come a second, as it has been lately; too few in the first moments.
+
+        Args:
+            pool: of which.
+            now_s: monotonic seconds.
+        """
+        count = self._counts.get(pool)
+        if count is None:
+            return 0.0
+        return count * exp(min(self._last_s[pool] - now_s, 0.0) / _MEMORY_S) / _MEMORY_S

@@ -279,7 +279,8 @@ class Router:
             prefills = ()
         if prefills:
             slots = self.hand_offs.out_of_the_way(slots, prompt_tokens)
-        request.now_s, request.arrivals_per_s = now_s, self._arrivals.per_s(query.pool) * self.ledger.workers_share
+        request.now_s = now_s
+        request.arrivals_per_s = self._arrivals.per_s(query.pool, now_s) * self.ledger.workers_share
         targets, slo, outlook = query.targets, self.slo, None
         fallback, pool = self.fallback, query.pool
         error = fallback.fallen.get(pool) if fallback.fallen and self._predicts else None
