@@ -94,7 +94,9 @@ class Board:
         self.places = len(self._words) // (1 + _ROW_WORDS)
         self._own = place
         self._heads = self._memory[: 8 * self.places]
-        self._heads_seen = bytes(8 * self.places)
+        # As they were when news were read, but for the own one.
+        self._heads_seen = bytearray(8 * self.places)
+        self._seen = memoryview(self._heads_seen).cast("Q")
         # By place: how many changes of the row are known, and whose it was then.
         self._changes = [0] * self.places
         self._writers = [0] * self.places
@@ -110,7 +112,7 @@ class Board:
         """
         self.clear(self._own)
         self._words[self._row(self._own) + _WRITER] = writer
-        self._words[self._own] += 1
+        self._turn(self._words[self._own] + 1)
 
     def clear(self, place: int) -> None:
         """Say that a row is nobody's: its worker has gone."""
@@ -144,7 +146,7 @@ class Board:
         self._write(entry, identity, load, change)
         words[row + _COUNT] = len(self._posted)
         words[row + _RING_BEGIN + change % _RING] = entry
-        words[place] = change
+        self._turn(change)
 
     def _compact(self) -> None:
         """Make room: replicas come and go, and nobody need be told of those without load."""
@@ -157,7 +159,11 @@ class Board:
         for entry, (identity, load) in enumerate(loads.items()):
             self._write(entry, identity, load, change)
         self._words[self._row(self._own) + _COUNT] = len(loads)
-        self._words[self._own] = change
+        self._turn(change)
+
+    def _turn(self, change: int) -> None:
+        """Say that the own row has changed; that is no news here."""
+        self._words[self._own] = self._seen[self._own] = change
 
     def _write(self, entry: int, identity: int, load: Load, version: int) -> None:
         first = self._row(self._own) + _ENTRIES_BEGIN + entry * _ENTRY_WORDS
@@ -168,14 +174,14 @@ class Board:
 
     @property
     def has_news(self) -> bool:
-        """Whether anything has changed since `news` was called; cheap."""
+        """Whether others have changed anything since `news` was called; cheap."""
         return self._heads != self._heads_seen
 
     def news(self) -> list[News]:
         """Return what has changed since the last time."""
         found = []
-        self._heads_seen = heads = bytes(self._heads)
-        for place, change in enumerate(memoryview(heads).cast("Q")):
+        self._heads_seen[:] = self._heads
+        for place, change in enumerate(self._seen):
             known = self._changes[place]
             if place == self._own or change == known:
                 continue

@@ -114,6 +114,18 @@ def _compare(operations: list[tuple[Any, ...]], descriptor: int, entries: int) -
         assert view.board.news() == []
 
 
+def test_what_one_says_oneself_is_no_news(memory: int) -> None:
+    one, other = Board(memory, 0), Board(memory, 1)
+    one.enter(7)
+    one.post(11, load_of(1))
+    assert not one.has_news
+    other.enter(8)
+    assert one.has_news
+    one.post(11, load_of(2))
+    assert [news.writer for news in one.news()] == [8]
+    assert not one.has_news
+
+
 def test_an_entry_that_is_being_written_is_read_when_it_has_been(memory: int) -> None:
     writer, view = Board(memory, 0), View(Board(memory, 1))
     writer.enter(7)
