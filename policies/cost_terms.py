@@ -23,8 +23,6 @@ _PRICES = {
     "memory": "memory_price",
     "memory_wait": "wait_price",
 }
-_AS_THEY_WERE = ("prefill_price", "tied_price", "eviction_price")
-_NOT_REUSED = "prefill_work"
 _FREE = dict.fromkeys(_PRICES.values(), 0.0) | {"wait_price": 1.0}
 """With these, the cost is the predicted TTFT. The price of waiting is a share of it, and takes away what it is less."""
 
@@ -55,8 +53,9 @@ class CostTerms:
             self.unit = "s"
             self._alone[TTFT] = _priced({})
             for name, price in _PRICES.items():
-                # Some prices hold as much as was used again of late, and one by how many come: as they were then.
-                self._alone[name] = _priced({price: terms[price] if price in _AS_THEY_WERE else getattr(policy, price)})
+                # What a full cache drives out is priced by how much was used again of late.
+                value = terms["eviction_price"] if name == "eviction" else getattr(policy, price)
+                self._alone[name] = _priced({price: value})
         elif policy.name in _OF_ONE and getattr(policy, "_transfer_s_per_token", None) is None:
             self._other, self._key = policy, _OF_ONE[policy.name]
             self.unit = "s" if self._key.endswith("_s") else ""
@@ -74,11 +73,10 @@ class CostTerms:
             return {"cost": float(understudy(self._other).choose(request, one).terms[self._key])}
         if not self._alone:
             return {}
-        asked = replace(request, arrivals_per_s=1.0)
         costs = {}
         for name, policy in self._alone.items():
-            policy._reuse = 0.0 if name == _NOT_REUSED else 1.0
-            costs[name] = policy.choose(asked, one).terms[self._key]
+            policy._reuse = 1.0
+            costs[name] = policy.choose(request, one).terms[self._key]
         ttft_s = costs.pop(TTFT)
         return {TTFT: ttft_s} | {name: cost_s - ttft_s for name, cost_s in costs.items() if cost_s != ttft_s}
 

@@ -3,8 +3,8 @@
 Rule: minimise over the candidates
 
     predicted TTFT, of which waiting for KV memory counts wait_price only
-      + prefill_price x (1 - reuse) x own prefill seconds       the work is taken from everybody: its shadow price
-      + tied_price x reuse x arrivals per replica x own prefill seconds squared       who comes meanwhile waits for it
+      + prefill_price x own prefill seconds       the work is taken from everybody: its shadow price
+      + tied_price x requests tied per second x own prefill seconds squared       who is tied to the replica waits
       + eviction_price x reuse x own prefill seconds       where the cache is full: what is driven out is computed again
       + queue_price x own prefill seconds x requests waiting       as many are expected to wait behind it
       + decode_price x delay put on running decodes
@@ -30,10 +30,11 @@ the request's own TTFT, and it rises with the load of the replica:
 - eviction_price, where the cache is full: what a prompt drives out is computed again if it comes again, and then others
   wait for that as well, when the fleet has least to spare: it counts several times.
 - tied_price, on an idle replica as well: those who come while the prompt is computed, and whose prefix is cached there,
-  wait for what is left of it. With r arrivals a second per replica and a prefill of s seconds these are r s, and each
-  waits for half of s; those behind them wait as well, so it is that divided by the share of time the replica is idle
-  (the busy period of M/G/1). Short prompts pay next to nothing; a conversation that moves pays for all it takes along.
-- prefill_price, for those who are not tied: they go elsewhere, to a fleet that has one replica less for the time.
+  wait for what is left of it. If r of them come a second and the prefill takes s seconds these are r s, and each waits
+  for half of s; those behind them wait as well, so it is that divided by the share of time the replica is idle (the
+  busy period of M/G/1). Short prompts pay next to nothing; a conversation that moves pays for all it takes along, and
+  a first copy on a replica that nobody is tied to costs nothing more.
+- prefill_price, for those who are not tied: a copy takes memory, and the replica may be wanted meanwhile.
 
 Why waiting for memory counts so little: a request that leaves a replica without memory takes its whole prompt's worth
 of memory elsewhere instead of the little it needs beside the cached part, and the wait moves with it. Counted in full,
@@ -71,6 +72,7 @@ class PredictedTTFT:
             Column.OWN_PREFILL_S,
             Column.DECODE_DELAY_S,
             Column.BATCH_COST_S,
+            Column.TIED_PER_S,
             Column.MEMORY_WAIT_S,
             Column.MATCHED_TOKENS,
             Column.KV_CAPACITY_TOKENS,
@@ -98,15 +100,14 @@ class PredictedTTFT:
 
         Args:
             seed: for ties.
-            prefill_price: seconds of cost per second of own prefill (lambda), where no prefix is used again.
+            prefill_price: seconds of cost per second of own prefill (lambda).
             eviction_price: the same for what it drives out, where the cache is full and all of it is used again.
             decode_price: seconds of cost per second of delay summed over running decodes (mu).
             batch_price: seconds of cost per second of decode step with all in flight, times that over an idle step.
             memory_price: seconds of cost per overcommitted share of the replica's KV memory.
             wait_price: seconds of cost per second of waiting for KV memory.
             queue_price: seconds of cost per second of own prefill and request before its first token.
-            tied_price: seconds of cost per second of own prefill and request expected to come to the replica during it,
-                where all prefixes are used again.
+            tied_price: seconds of cost per second of own prefill and request tied to the replica expected during it.
         """
         self._random = Random(seed)
         self.prefill_price = prefill_price
@@ -139,7 +140,7 @@ class PredictedTTFT:
     def floor_prices(self) -> FloorPrices:
         """Return what `choose` makes of the columns at least; to be kept in step with it."""
         return FloorPrices(
-            own_prefill=self.prefill_price * (1.0 - self._reuse),
+            own_prefill=self.prefill_price,
             own_prefill_where_full=self.eviction_price * self._reuse,
             own_prefill_per_waiting=self.queue_price,
             batch=self.batch_price,
@@ -153,9 +154,8 @@ class PredictedTTFT:
         in_flight, decodes = candidates.in_flight, candidates.decodes
         queue_price, full = self.queue_price, candidates.cache_full
         capacity, room = candidates.kv_capacity_tokens, candidates.kv_room_tokens
-        prefill_price, decode_price = self.prefill_price * (1.0 - self._reuse), self.decode_price
-        per_replica = request.arrivals_per_s / (candidates.total or len(candidates.slots))
-        tied_price = self.tied_price * self._reuse * per_replica
+        prefill_price, decode_price = self.prefill_price, self.decode_price
+        tied, tied_price = candidates.tied_per_s, self.tied_price
         eviction_price = self.eviction_price * self._reuse
         batch_price = self.batch_price
         needed = request.prompt_tokens + request.expected_output_tokens
@@ -169,7 +169,7 @@ class PredictedTTFT:
             for slot in slots:
                 work = own[slot]
                 cost = ttft[slot] + decode_price * delay[slot] + batch_price * step[slot]
-                cost += (prefill_price + tied_price * work) * work
+                cost += (prefill_price + tied_price * tied[slot] * work) * work
                 waiting = in_flight[slot] - decodes[slot]
                 if waiting:
                     cost += queue_price * waiting * work
@@ -214,8 +214,7 @@ class PredictedTTFT:
             "decode_delay_s": delay[best],
             "batch_cost_s": step[best],
             "matched_tokens": matched[best],
-            "prefill_price": prefill_price,
-            "tied_price": tied_price,
+            "tied_per_s": tied[best],
             "eviction_price": eviction_price,
         }
         if waits[best]:

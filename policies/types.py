@@ -59,6 +59,8 @@ class Column(StrEnum):
     """Predicted seconds of prefill for the uncached part of this prompt. Per request."""
     PREDICTED_TTFT_S = "predicted_ttft_s"
     """Predicted seconds from now to the first token. Per request."""
+    TIED_PER_S = "tied_per_s"
+    """Requests a second of late that found their prompts cached there, each as the share of it."""
     BATCH_COST_S = "batch_cost_s"
     """Predicted decode step with all in flight and this request, times its ratio to an idle step. Per request."""
     MEMORY_WAIT_S = "memory_wait_s"
@@ -96,8 +98,6 @@ class Request:
     """Length of the canonical prompt, the unfinished last block included; 0 when there is none."""
     now_s: float = 0.0
     """When the decision is made, in seconds from any fixed moment: data like the rest, of real or simulated time."""
-    arrivals_per_s: float = 0.0
-    """Requests that come in a second for the replicas that may serve this one; 0 if nothing is known."""
 
 
 @dataclass(slots=True)
@@ -124,6 +124,7 @@ class Candidates:
     predicted_ttft_s: Sequence[float] = ()
     decode_delay_s: Sequence[float] = ()
     batch_cost_s: Sequence[float] = ()
+    tied_per_s: Sequence[float] = ()
     memory_wait_s: Sequence[float] = ()
     decode_step_s: Sequence[float] = ()
     engine_waiting: Sequence[int] = ()

@@ -19,6 +19,7 @@ from gateway.replicas.registry import Fleet
 from gateway.routing.decision import Copy
 from gateway.routing.exact_match import Match, TokenMatch
 from gateway.routing.shortlist import LoadOrder, Walk
+from gateway.routing.tied import Tied
 from policies.types import BoundedBelow, Candidates, Column, Policy
 
 ENGINE_BLOCK_TOKENS = 16
@@ -96,6 +97,7 @@ class Columns:
         self._delay_s: list[float] = []
         self._step_s: list[float] = []
         self._batch_cost_s: list[float] = []
+        self.tied = Tied()
         self._names: list[str] = []
         self._waiting: list[int] = []
         self._running: list[int] = []
@@ -141,6 +143,7 @@ class Columns:
             decode_delay_s=self._delay_s,
             memory_wait_s=self.memory_wait_s,
             batch_cost_s=self._batch_cost_s,
+            tied_per_s=self.tied.per_s,
             decode_step_s=self._step_s,
             engine_waiting=self._waiting,
             engine_running=self._running,
@@ -149,6 +152,7 @@ class Columns:
 
     def open(self, slot: int, name: str) -> None:
         """Make room for a slot, and set what is known of its replica."""
+        self.tied.open(slot)
         while len(self._names) <= slot:
             for column in (
                 self.memory_wait_s,
@@ -221,6 +225,7 @@ class Columns:
             if tokens is not None and self.token_match is not None:
                 self._match_tokens(self.token_match.match(tokens))
         candidates = self.candidates
+        self.tied.fade(now_s)
         if self._reads_engine and now_s - self._engine_read_s >= ENGINE_REFRESH_S:
             self._read_engines(now_s)
         if not whole and self._bounded is not None and len(slots) > self.all_up_to:
@@ -307,6 +312,7 @@ class Columns:
             memory.room_tokens,
             self._cache_full,
             self._kv_usage,
+            self.tied.per_s,
             self.matched_tokens,
             self.memory_wait_s,
             self._ahead_s,

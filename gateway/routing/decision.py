@@ -21,6 +21,7 @@ COPIED = (
     Column.KV_ROOM_TOKENS,
     Column.CACHE_FULL,
     Column.ENGINE_KV_USAGE,
+    Column.TIED_PER_S,
     Column.MATCHED_TOKENS,
     Column.MEMORY_WAIT_S,
     Column.PREFILL_S,

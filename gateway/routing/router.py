@@ -23,7 +23,6 @@ from gateway.replicas.ejection import Ejector
 from gateway.replicas.kv_memory import KvMemory
 from gateway.replicas.load import LoadLedger
 from gateway.replicas.registry import Change, Fleet, Replica
-from gateway.routing.arrivals import Arrivals
 from gateway.routing.assignment import Assignment
 from gateway.routing.columns import ENGINE_BLOCK_TOKENS, Columns
 from gateway.routing.decision import Decision, Standing
@@ -102,7 +101,6 @@ class Router:
         self._token_counted: Callable[[str, TokenPrompt, int], None] | None = None
         self._session_header = session_header.lower().encode() if session_header else None
         self._output_tokens: dict[str, float] = {}
-        self._arrivals = Arrivals()
         self._sized_at_ratio: dict[str, float] = {}
         self._remembering: WeakSet[RemembersReplicas] = WeakSet()
         self.restart_is_news: Callable[[Replica], bool] = lambda replica: True
@@ -280,7 +278,6 @@ class Router:
         if prefills:
             slots = self.hand_offs.out_of_the_way(slots, prompt_tokens)
         request.now_s = now_s
-        request.arrivals_per_s = self._arrivals.per_s(query.pool, now_s) * self.ledger.workers_share
         targets, slo, outlook = query.targets, self.slo, None
         fallback, pool = self.fallback, query.pool
         error = fallback.fallen.get(pool) if fallback.fallen and self._predicts else None
@@ -347,7 +344,8 @@ class Router:
         fleet, slot, plan, now_s = self.fleet, decision.slot, decision.plan, decision.now_s
         request, key, prompt_tokens, targets = query.request, query.key, decision.prompt_tokens, query.targets
         cached_tokens, own_s, ttft_s = decision.cached_tokens, decision.own_prefill_s, decision.ttft_s
-        self._arrivals.note(query.pool, now_s)
+        if prompt_tokens:
+            self._columns.tied.note(slot, self.ledger.workers_share * cached_tokens / prompt_tokens)
         if decision.error is not None:
             self.fallback.decided(query.pool)
         expected_cached_tokens, hand_off = cached_tokens, None
@@ -526,6 +524,7 @@ class Router:
         for policy in self._remembering:
             policy.forget(slot)
         self.hand_offs.forget(slot)
+        self._columns.tied.forget(slot)
 
     def _configure(self, replica: Replica) -> None:
         replica_class = self._class_of(replica)

@@ -65,7 +65,8 @@ def left_out(assignment: Assignment) -> dict[str, str]:
 def view(**columns: Any) -> Candidates:
     """Two candidates with nothing to do, save for what is said."""
     names = "in_flight decodes cache_full matched_tokens own_prefill_s predicted_ttft_s decode_delay_s batch_cost_s"
-    plain: dict[str, Any] = dict.fromkeys([*names.split(), "memory_wait_s", "cache_oldest_use"], (0, 0))
+    others = ("memory_wait_s", "cache_oldest_use", "tied_per_s")
+    plain: dict[str, Any] = dict.fromkeys([*names.split(), *others], (0, 0))
     capacity = {"kv_capacity_tokens": (10_000.0, 10_000.0), "kv_room_tokens": (10_000.0, 10_000.0)}
     return Candidates(slots=(0, 1), **{**plain, **capacity, **columns})
 
@@ -82,17 +83,18 @@ def test_the_terms_of_a_worked_example() -> None:
         batch_cost_s=(0.01, 0.005),
         memory_wait_s=(0.4, 0.0),
         kv_room_tokens=(500.0, 10_000.0),
+        tied_per_s=(1.5, 0.5),
     )
     policy = PredictedTTFT()
     policy._reuse = 0.5
     request = Request(prompt_tokens=2000.0, expected_output_tokens=500.0)
-    terms = CostTerms(policy, {"eviction_price": 2.0, "prefill_price": 0.05, "tied_price": 1.5})
+    terms = CostTerms(policy, {"eviction_price": 2.0})
     assert terms.unit == "s"
     assert terms.of(request, candidates, 0) == pytest.approx(
         {
             "ttft": 1.0,
-            "prefill_work": 0.1 * 0.5 * 0.2,
-            "tied": 1.5 * 0.2**2,
+            "prefill_work": 0.1 * 0.2,
+            "tied": 2.0 * 1.5 * 0.2**2,
             "queue": 1.0 * (5 - 2) * 0.2,
             "eviction": 4.0 * 0.5 * 0.2,
             "decode_delay": 0.025 * 3.0,
@@ -103,7 +105,7 @@ def test_the_terms_of_a_worked_example() -> None:
         }
     )
     assert terms.of(request, candidates, 1) == pytest.approx(
-        {"ttft": 0.5, "prefill_work": 0.02, "tied": 0.24, "batch": 0.025}
+        {"ttft": 0.5, "prefill_work": 0.04, "tied": 2.0 * 0.5 * 0.4**2, "batch": 0.025}
     )
 
 
@@ -128,13 +130,14 @@ def test_terms_add_up_to_the_cost_that_was_minimised_and_nobody_costs_less(data:
         predicted_ttft_s=pair(_SECONDS),
         decode_delay_s=pair(_SECONDS),
         batch_cost_s=pair(_SECONDS),
+        tied_per_s=pair(st.floats(0.0, 1000.0)),
         memory_wait_s=pair(_SECONDS),
         kv_capacity_tokens=pair(st.floats(1.0, 1e6)),
         kv_room_tokens=pair(st.floats(-1e6, 1e6)),
     )
     policy = PredictedTTFT(seed=data.draw(st.integers(0, 3)))
     policy._reuse = reuse
-    request = Request(data.draw(_TOKENS), data.draw(_TOKENS), arrivals_per_s=data.draw(st.floats(0.0, 1000.0)))
+    request = Request(data.draw(_TOKENS), data.draw(_TOKENS))
     choice = policy.choose(request, candidates)
     terms = CostTerms(policy, choice.terms)
     totals = [sum(terms.of(request, candidates, slot).values()) for slot in candidates.slots]

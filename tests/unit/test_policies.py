@@ -134,24 +134,23 @@ def test_driving_out_what_is_used_again_counts_where_memory_is_full() -> None:
     cached = candidates([0], matched_tokens=[1000])
     for _ in range(2000):
         policy.choose(REQUEST, cached)
-    # Everything is reused by now: 0.2 s once more on top of it, and its own shadow price no longer.
+    # Everything is reused by now: 0.2 s once more on top of it and of its shadow price.
     view = candidates([0], predicted_ttft_s=[0.2], own_prefill_s=[0.2], cache_full=[1])
-    assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2)
+    assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2 + 0.2)
     fresh = PredictedTTFT(prefill_price=1.0)
     assert fresh.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.2 + 0.2)
 
 
 def test_those_who_are_tied_to_a_replica_wait_for_what_is_computed_there_meanwhile() -> None:
     policy = PredictedTTFT(prefill_price=0.5, tied_price=2.0)
-    view = candidates([0, 1], predicted_ttft_s=[0.3, 9.0], own_prefill_s=[0.2, 0.2])
-    request = Request(1000, 100, arrivals_per_s=20.0)
-    # Nothing is used again: nobody is tied, and all go elsewhere.
-    assert policy.choose(request, view).terms["cost_s"] == pytest.approx(0.3 + 0.5 * 0.2)
-    cached = candidates([0], matched_tokens=[1000])
-    for _ in range(2000):
-        policy.choose(request, cached)
-    # Everything is: ten come a second to each of two replicas, two of them during the prefill, and a tenth waits.
-    assert policy.choose(request, view).terms["cost_s"] == pytest.approx(0.3 + 2.0 * 10.0 * 0.2**2)
+    # Ten come a second, two of them during the prefill, and each waits for half of it.
+    view = candidates([0], predicted_ttft_s=[0.3], own_prefill_s=[0.2], tied_per_s=[10.0])
+    assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.3 + 0.5 * 0.2 + 2.0 * 10.0 * 0.2**2)
+    # A conversation that would wait stays where it is: others live on the idle replica, too.
+    view = candidates([0, 1], predicted_ttft_s=[0.5, 0.3], own_prefill_s=[0.01, 0.25], tied_per_s=[4.0, 4.0])
+    assert policy.choose(REQUEST, view).slot == 0
+    view = candidates([0, 1], predicted_ttft_s=[0.5, 0.3], own_prefill_s=[0.01, 0.25], tied_per_s=[4.0, 0.0])
+    assert policy.choose(REQUEST, view).slot == 1
 
 
 def test_own_prefill_costs_as_much_more_as_requests_are_expected_behind_it() -> None:
