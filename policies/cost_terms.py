@@ -48,6 +48,7 @@ class CostTerms:
         self._alone: dict[str, PredictedTTFT] = {}
         self._other: Policy | None = None
         self._key = "cost_s"
+        self._least_own_s = terms.get("least_own_prefill_s")
         self.unit: str | None = None
         if isinstance(policy, PredictedTTFT):
             self.unit = "s"
@@ -68,7 +69,7 @@ class CostTerms:
             candidates: columns as the policy saw them.
             slot: which candidate.
         """
-        one = replace(candidates, slots=(slot,), more=None, total=0)
+        one = replace(candidates, slots=(slot,), more=None, total=0, least_own_prefill_s=self._least_own_s)
         if self._other is not None:
             return {"cost": float(understudy(self._other).choose(request, one).terms[self._key])}
         if not self._alone:

@@ -4,7 +4,7 @@ Rule: minimise over the candidates
 
     predicted TTFT, of which waiting for KV memory counts wait_price only
       + prefill_price x own prefill seconds       the work is taken from everybody: its shadow price
-      + tied_price x requests tied per second x own prefill seconds squared       who is tied to the replica waits
+      + tied_price x avoidable prefill seconds x min(requests tied, seconds they save) meanwhile       who is tied waits
       + eviction_price x reuse x own prefill seconds       where the cache is full: what is driven out is computed again
       + queue_price x own prefill seconds x requests waiting       as many are expected to wait behind it
       + decode_price x delay put on running decodes
@@ -29,11 +29,12 @@ the request's own TTFT, and it rises with the load of the replica:
 - decode_price, by the answers that run: each of their streams stands still for as long as the prompt is computed.
 - eviction_price, where the cache is full: what a prompt drives out is computed again if it comes again, and then others
   wait for that as well, when the fleet has least to spare: it counts several times.
-- tied_price, on an idle replica as well: those who come while the prompt is computed, and whose prefix is cached there,
-  wait for what is left of it. If r of them come a second and the prefill takes s seconds these are r s, and each waits
-  for half of s; those behind them wait as well, so it is that divided by the share of time the replica is idle (the
-  busy period of M/G/1). Short prompts pay next to nothing; a conversation that moves pays for all it takes along, and
-  a first copy on a replica that nobody is tied to costs nothing more.
+- tied_price, on an idle replica as well, for what another need not compute: those who come while it is computed, and
+  whose prefix is cached there, wait for what is left of it. If r of them come a second and it takes s seconds, these
+  are r s, and each waits for half of s; those behind them wait as well, so it is that divided by the share of time the
+  replica is idle (the busy period of M/G/1). Nobody loses more than what the prefix saves: then it is computed again
+  elsewhere. So short prompts pay next to nothing, a conversation that moves pays for all it takes along, and a first
+  copy on a replica that nobody is tied to costs nothing more.
 - prefill_price, for those who are not tied: a copy takes memory, and the replica may be wanted meanwhile.
 
 Why waiting for memory counts so little: a request that leaves a replica without memory takes its whole prompt's worth
@@ -73,6 +74,7 @@ class PredictedTTFT:
             Column.DECODE_DELAY_S,
             Column.BATCH_COST_S,
             Column.TIED_PER_S,
+            Column.TIED_SAVED,
             Column.MEMORY_WAIT_S,
             Column.MATCHED_TOKENS,
             Column.KV_CAPACITY_TOKENS,
@@ -107,7 +109,8 @@ class PredictedTTFT:
             memory_price: seconds of cost per overcommitted share of the replica's KV memory.
             wait_price: seconds of cost per second of waiting for KV memory.
             queue_price: seconds of cost per second of own prefill and request before its first token.
-            tied_price: seconds of cost per second of own prefill and request tied to the replica expected during it.
+            tied_price: seconds of cost per second of own prefill and request tied to the replica expected during it, or
+                second of prefill that their prefixes save.
         """
         self._random = Random(seed)
         self.prefill_price = prefill_price
@@ -155,7 +158,7 @@ class PredictedTTFT:
         queue_price, full = self.queue_price, candidates.cache_full
         capacity, room = candidates.kv_capacity_tokens, candidates.kv_room_tokens
         prefill_price, decode_price = self.prefill_price, self.decode_price
-        tied, tied_price = candidates.tied_per_s, self.tied_price
+        tied, saved, tied_price = candidates.tied_per_s, candidates.tied_saved, self.tied_price
         eviction_price = self.eviction_price * self._reuse
         batch_price = self.batch_price
         needed = request.prompt_tokens + request.expected_output_tokens
@@ -164,12 +167,19 @@ class PredictedTTFT:
         ties = 1
         preferred, own_best, own_other, own_ties = candidates.preferred, best, best, 0
         slots, looked_at = candidates.slots, 0
+        least_own = candidates.least_own_prefill_s
+        if least_own is None:
+            least_own = min([own[slot] for slot in slots])
         while slots:
             looked_at += len(slots)
             for slot in slots:
                 work = own[slot]
-                cost = ttft[slot] + decode_price * delay[slot] + batch_price * step[slot]
-                cost += (prefill_price + tied_price * tied[slot] * work) * work
+                cost = ttft[slot] + prefill_price * work + decode_price * delay[slot] + batch_price * step[slot]
+                avoidable = work - least_own
+                if avoidable > 0.0:
+                    # Who is tied waits for what is left of it, or goes elsewhere and computes the prefix again.
+                    wait, lost = tied[slot] * avoidable, saved[slot]
+                    cost += tied_price * (wait if wait < lost else lost) * avoidable
                 waiting = in_flight[slot] - decodes[slot]
                 if waiting:
                     cost += queue_price * waiting * work
@@ -214,7 +224,9 @@ class PredictedTTFT:
             "decode_delay_s": delay[best],
             "batch_cost_s": step[best],
             "matched_tokens": matched[best],
+            "least_own_prefill_s": least_own,
             "tied_per_s": tied[best],
+            "tied_saved": saved[best],
             "eviction_price": eviction_price,
         }
         if waits[best]:

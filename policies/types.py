@@ -61,6 +61,8 @@ class Column(StrEnum):
     """Predicted seconds from now to the first token. Per request."""
     TIED_PER_S = "tied_per_s"
     """Requests a second of late that found their prompts cached there, each as the share of it."""
+    TIED_SAVED = "tied_saved"
+    """Seconds of prefill a second that this saved them."""
     BATCH_COST_S = "batch_cost_s"
     """Predicted decode step with all in flight and this request, times its ratio to an idle step. Per request."""
     MEMORY_WAIT_S = "memory_wait_s"
@@ -125,6 +127,7 @@ class Candidates:
     decode_delay_s: Sequence[float] = ()
     batch_cost_s: Sequence[float] = ()
     tied_per_s: Sequence[float] = ()
+    tied_saved: Sequence[float] = ()
     memory_wait_s: Sequence[float] = ()
     decode_step_s: Sequence[float] = ()
     engine_waiting: Sequence[int] = ()
@@ -133,6 +136,8 @@ class Candidates:
     preferred: Sequence[bool] = ()
     """By slot: of several workers with the same view, this one takes these first where candidates are alike; each of
     the others has its own. All False, or empty, where there is only one."""
+    least_own_prefill_s: float | None = None
+    """The least own prefill of all, where these are not all that there were; else None."""
     more: Callable[[float], Sequence[int]] | None = None
     """Where `slots` are not all there are: call it with a cost, again and again, for further slots. It returns the next
     few, their columns filled, and nothing when no candidate is left whose cost could be below,

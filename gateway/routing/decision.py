@@ -22,6 +22,7 @@ COPIED = (
     Column.CACHE_FULL,
     Column.ENGINE_KV_USAGE,
     Column.TIED_PER_S,
+    Column.TIED_SAVED,
     Column.MATCHED_TOKENS,
     Column.MEMORY_WAIT_S,
     Column.PREFILL_S,

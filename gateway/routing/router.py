@@ -344,8 +344,10 @@ class Router:
         fleet, slot, plan, now_s = self.fleet, decision.slot, decision.plan, decision.now_s
         request, key, prompt_tokens, targets = query.request, query.key, decision.prompt_tokens, query.targets
         cached_tokens, own_s, ttft_s = decision.cached_tokens, decision.own_prefill_s, decision.ttft_s
-        if prompt_tokens:
-            self._columns.tied.note(slot, self.ledger.workers_share * cached_tokens / prompt_tokens)
+        if cached_tokens:
+            saved_s = max(self.predictor.own_prefill_s(slot, prompt_tokens, 0.0) - own_s, 0.0)
+            share = self.ledger.workers_share
+            self._columns.tied.note(slot, share * cached_tokens / prompt_tokens, share * saved_s)
         if decision.error is not None:
             self.fallback.decided(query.pool)
         expected_cached_tokens, hand_off = cached_tokens, None

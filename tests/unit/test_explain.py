@@ -65,7 +65,7 @@ def left_out(assignment: Assignment) -> dict[str, str]:
 def view(**columns: Any) -> Candidates:
     """Two candidates with nothing to do, save for what is said."""
     names = "in_flight decodes cache_full matched_tokens own_prefill_s predicted_ttft_s decode_delay_s batch_cost_s"
-    others = ("memory_wait_s", "cache_oldest_use", "tied_per_s")
+    others = ("memory_wait_s", "cache_oldest_use", "tied_per_s", "tied_saved")
     plain: dict[str, Any] = dict.fromkeys([*names.split(), *others], (0, 0))
     capacity = {"kv_capacity_tokens": (10_000.0, 10_000.0), "kv_room_tokens": (10_000.0, 10_000.0)}
     return Candidates(slots=(0, 1), **{**plain, **capacity, **columns})
@@ -84,17 +84,18 @@ def test_the_terms_of_a_worked_example() -> None:
         memory_wait_s=(0.4, 0.0),
         kv_room_tokens=(500.0, 10_000.0),
         tied_per_s=(1.5, 0.5),
+        tied_saved=(0.9, 0.1),
     )
     policy = PredictedTTFT()
     policy._reuse = 0.5
     request = Request(prompt_tokens=2000.0, expected_output_tokens=500.0)
-    terms = CostTerms(policy, {"eviction_price": 2.0})
+    terms = CostTerms(policy, {"eviction_price": 2.0, "least_own_prefill_s": 0.1})
     assert terms.unit == "s"
     assert terms.of(request, candidates, 0) == pytest.approx(
         {
             "ttft": 1.0,
             "prefill_work": 0.1 * 0.2,
-            "tied": 2.0 * 1.5 * 0.2**2,
+            "tied": 2.0 * 1.5 * (0.2 - 0.1) ** 2,
             "queue": 1.0 * (5 - 2) * 0.2,
             "eviction": 4.0 * 0.5 * 0.2,
             "decode_delay": 0.025 * 3.0,
@@ -105,7 +106,7 @@ def test_the_terms_of_a_worked_example() -> None:
         }
     )
     assert terms.of(request, candidates, 1) == pytest.approx(
-        {"ttft": 0.5, "prefill_work": 0.04, "tied": 2.0 * 0.5 * 0.4**2, "batch": 0.025}
+        {"ttft": 0.5, "prefill_work": 0.04, "tied": 2.0 * 0.1 * (0.4 - 0.1), "batch": 0.025}
     )
 
 
@@ -131,6 +132,7 @@ def test_terms_add_up_to_the_cost_that_was_minimised_and_nobody_costs_less(data:
         decode_delay_s=pair(_SECONDS),
         batch_cost_s=pair(_SECONDS),
         tied_per_s=pair(st.floats(0.0, 1000.0)),
+        tied_saved=pair(st.floats(0.0, 1000.0)),
         memory_wait_s=pair(_SECONDS),
         kv_capacity_tokens=pair(st.floats(1.0, 1e6)),
         kv_room_tokens=pair(st.floats(-1e6, 1e6)),

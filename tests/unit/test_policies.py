@@ -144,12 +144,21 @@ def test_driving_out_what_is_used_again_counts_where_memory_is_full() -> None:
 def test_those_who_are_tied_to_a_replica_wait_for_what_is_computed_there_meanwhile() -> None:
     policy = PredictedTTFT(prefill_price=0.5, tied_price=2.0)
     # Ten come a second, two of them during the prefill, and each waits for half of it.
-    view = candidates([0], predicted_ttft_s=[0.3], own_prefill_s=[0.2], tied_per_s=[10.0])
+    tied: dict[str, list[float]] = {"tied_per_s": [10.0], "tied_saved": [5.0]}
+    view = candidates([0], predicted_ttft_s=[0.3], own_prefill_s=[0.2], **tied)
+    assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.3 + 0.5 * 0.2)  # it has to be computed
+    view.least_own_prefill_s = 0.0
     assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(0.3 + 0.5 * 0.2 + 2.0 * 10.0 * 0.2**2)
+    # For a long one they do not wait: their prefixes save half a second each.
+    view = candidates([0], predicted_ttft_s=[7.1], own_prefill_s=[7.0], **tied)
+    view.least_own_prefill_s = 0.0
+    assert policy.choose(REQUEST, view).terms["cost_s"] == pytest.approx(7.1 + 0.5 * 7.0 + 2.0 * 5.0 * 7.0)
     # A conversation that would wait stays where it is: others live on the idle replica, too.
     view = candidates([0, 1], predicted_ttft_s=[0.5, 0.3], own_prefill_s=[0.01, 0.25], tied_per_s=[4.0, 4.0])
+    view.tied_saved = [2.0, 2.0]
     assert policy.choose(REQUEST, view).slot == 0
     view = candidates([0, 1], predicted_ttft_s=[0.5, 0.3], own_prefill_s=[0.01, 0.25], tied_per_s=[4.0, 0.0])
+    view.tied_saved = [2.0, 0.0]
     assert policy.choose(REQUEST, view).slot == 1
 
 

@@ -16,12 +16,13 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     for number in range(10_000):
         now_s = 5.0 + 0.01 * number
         tied.fade(now_s)
-        tied.note(0, 0.5)
+        tied.note(0, 0.5, 0.1)
     assert tied.per_s == [pytest.approx(50.0, rel=0.02), 0.0]
+    assert tied.saved == [pytest.approx(10.0, rel=0.02), 0.0]
     tied.fade(now_s + FADING_S)
     assert tied.per_s[0] == pytest.approx(50.0 / 2.718, rel=0.03)
     tied.forget(0)
-    assert tied.per_s == [0.0, 0.0]
+    assert tied.per_s == tied.saved == [0.0, 0.0]
 
 
 def test_a_burst_counts_as_what_it_is_over_some_seconds() -> None:
@@ -29,7 +30,7 @@ def test_a_burst_counts_as_what_it_is_over_some_seconds() -> None:
     tied.open(0)
     tied.fade(100.0)
     for _ in range(100):
-        tied.note(0, 1.0)
+        tied.note(0, 1.0, 1.0)
     assert tied.per_s == [pytest.approx(10.0)]
     tied.fade(99.0)  # no clock goes back, but other clocks may be behind
     assert tied.per_s == [pytest.approx(10.0)]
@@ -51,6 +52,8 @@ def test_a_request_ties_by_what_it_finds_and_a_restart_frees() -> None:
     assert slot == first.slot
     assert column[slot] == pytest.approx(second.decision.cached_tokens / second.decision.prompt_tokens / FADING_S)
     assert column[1 - slot] == 0.0
+    whole_s = router.predictor.own_prefill_s(slot, second.decision.prompt_tokens, 0.0)
+    assert router._columns.tied.saved[slot] == pytest.approx((whole_s - second.decision.own_prefill_s) / FADING_S)
     router.ledger.workers_share = 4.0
     assign()
     assert column[slot] > 4.5 / FADING_S * 0.9
