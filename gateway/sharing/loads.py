@@ -209,14 +209,7 @@ class LoadShare:
             worker.budgets_bytes = budgets
         if worker.near:
             return writer
-        changed = set(loads)
-        if budgets:
-            changed |= worker.loads.keys()
-            worker.loads = loads
-        else:
-            worker.loads.update(loads)
-        for identity in changed:
-            self._sum(identity)
+        self._take_in(worker, loads, anew=bool(budgets))
         return writer
 
     def expire(self, now_s: float) -> None:
@@ -228,8 +221,8 @@ class LoadShare:
                 self._forget(writer)
 
     def _before_decision(self, now_s: float) -> None:
-        board = self._board
-        if board is not None and board.has_news and self._looks.is_due(now_s, _LOOK_EVERY_S):
+        assert self._board is not None
+        if self._board.has_news and self._looks.is_due(now_s, _LOOK_EVERY_S):
             self.look()
 
     def look(self) -> None:
@@ -252,14 +245,18 @@ class LoadShare:
                 worker.near = True
                 self._near[place] = writer
                 self._weigh()
-            changed = set(loads)
-            if anew:
-                changed |= worker.loads.keys()
-                worker.loads = loads
-            else:
-                worker.loads.update(loads)
-            for identity in changed:
-                self._sum(identity)
+            self._take_in(worker, loads, anew=anew)
+
+    def _take_in(self, worker: _Worker, loads: dict[int, Load], *, anew: bool) -> None:
+        """Enter what has changed of a worker's load, or all of it."""
+        changed = set(loads)
+        if anew:
+            changed |= worker.loads.keys()
+            worker.loads = loads
+        else:
+            worker.loads.update(loads)
+        for identity in changed:
+            self._sum(identity)
 
     def _forget(self, writer: int) -> None:
         worker = self._workers.pop(writer)

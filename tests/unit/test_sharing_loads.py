@@ -442,6 +442,8 @@ def test_others_that_start_little_are_expected_to_start_little() -> None:
     one.share.entry(1.2, [0])
     one.ledger.start(0, 1.2, 1000, 1000, 1.0, 50)
     assert one.columns(0).prefill_work_s == pytest.approx(1.1)
+    # What this worker sees of all requests is nearly all of them.
+    assert one.ledger.workers_share == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize(("rate_per_s", "duration_s"), [(2000, 0.25), (400, 2.0), (100, 3.0)])
