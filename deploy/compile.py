@@ -41,7 +41,7 @@ MODULES = (
     "gateway/proxy/{record,remote_prefill,reply,retry_budget,routes,tally,timeouts,upload,upstream,usage_filter}",
     "gateway/replicas/{breaker,ejection,kv_memory,load,replica}",
     "gateway/routing/{assignment,columns,decision,hand_off,pairing,query,refusals,room,router,shortlist,slo,tied}",
-    "gateway/sharing/{board,loads,pace}",
+    "gateway/sharing/{board,loads,pace,rings}",
     "policies/{draw,predicted_ttft,slo}",
 )
 """What mypyc compiles, as shell patterns without the suffix. Not protocols that are looked at at run time

@@ -37,6 +37,16 @@ class SharingCollector(Collector):
             "Changes of the prefix map not written yet.",
             value=sharing.prefixes.waiting_bytes,
         )
+        yield CounterMetricFamily(
+            "warmgate_board_records_read",
+            "Changes of the prefix map read that other workers of this gateway have told in shared memory.",
+            value=counts.near,
+        )
+        yield CounterMetricFamily(
+            "warmgate_board_missed",
+            "Times that another worker was ahead by more than the shared memory has; the rest came through Redis.",
+            value=counts.near_missed,
+        )
         for name, text, value in (
             ("errors", "Connections lost, and writes refused.", sharing.errors),
             ("records_written", "Changes of the prefix map written.", counts.written),

@@ -107,7 +107,7 @@ class Ticket:
         else:
             ledger.reserved[slot] -= 1
         if ledger.on_progress is not None:
-            ledger.on_progress()
+            ledger.on_progress(slot, now_s)
 
     def finish(self, now_s: float | None = None) -> None:
         """The attempt has ended, in whatever phase: all it still holds is released. Idempotent.
@@ -142,7 +142,7 @@ class Ticket:
         own_tokens = ledger.kv_own_tokens[slot] - self._kv_own_tokens
         ledger.kv_own_tokens[slot] = max(own_tokens, 0.0) if left else ledger._others[slot].kv_own_tokens
         if ledger.on_progress is not None:
-            ledger.on_progress()
+            ledger.on_progress(slot, now_s)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -184,8 +184,8 @@ class LoadLedger:
         """Called when others have less in flight than before: requests may wait for that."""
         self.on_start: Callable[[Ticket, float], None] | None = None
         """Called with every request counted, and when: others may be doing the same."""
-        self.on_progress: Callable[[], None] | None = None
-        """Called when something has changed that `on_start` is not called for."""
+        self.on_progress: Callable[[int, float | None], None] | None = None
+        """Called when something has changed that `on_start` is not called for: on which slot, and when if known."""
         self.on_look: Callable[[float], None] | None = None
         """Called before a decision, with the time: there may be news of others that are there to be read."""
         self.workers_share = 1.0
@@ -371,7 +371,7 @@ class LoadLedger:
             ticket._phase = _RESERVED
             self.reserved[slot] += 1
             if self.on_progress is not None:
-                self.on_progress()
+                self.on_progress(slot, now_s)
             return ticket
         self.prefill_tokens[slot] += uncached_tokens
         self.prefill_work_s[slot] += prefill_s

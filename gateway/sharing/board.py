@@ -7,6 +7,9 @@ through Redis (`gateway.sharing.loads`).
 On the conversation trace (9 requests at once every three seconds; the first 4,000, in simulation) four workers with it
 have a mean TTFT of 538 ms, without it 685, and one worker has 537.
 
+Behind the board, in the same memory, are the rings by which workers tell each other of prefixes
+(`gateway.sharing.rings`).
+
 Layout, all of it 8-byte words
     heads    a place each: how many times its row has changed
     rows     a place each:
@@ -31,6 +34,7 @@ import tempfile
 from typing import NamedTuple
 
 from gateway.replicas.load import Load
+from gateway.sharing.rings import PLACE_BYTES, Rings
 
 ENTRIES = 2048
 """Replicas of which a worker can say something; it says nothing of more."""
@@ -40,6 +44,7 @@ _ENTRY_WORDS = 1 + _SAYS.size // 8 + 1
 _WRITER, _COUNT, _RING_BEGIN = 0, 1, 2
 _ENTRIES_BEGIN = _RING_BEGIN + _RING
 _ROW_WORDS = _ENTRIES_BEGIN + ENTRIES * _ENTRY_WORDS
+_ROW_BYTES = 8 * (1 + _ROW_WORDS)
 
 
 class News(NamedTuple):
@@ -72,12 +77,17 @@ def open_memory(places: int) -> int:
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, 8 * places * (1 + _ROW_WORDS))
+    os.ftruncate(descriptor, places * (_ROW_BYTES + PLACE_BYTES))
     return descriptor
 
 
 class Board:
-    """One process' view of the board."""
+    """One process' view of the board.
+
+    Attributes:
+        places: how many workers may be there at a time.
+        rings: what they tell each other.
+    """
 
     def __init__(self, descriptor: int, place: int = -1) -> None:
         """Look at the memory.
@@ -89,9 +99,11 @@ class Board:
         Raises:
             OSError: it is no such memory.
         """
-        self._memory = memoryview(mmap.mmap(descriptor, 0))
+        memory = memoryview(mmap.mmap(descriptor, 0))
+        self.places = len(memory) // (_ROW_BYTES + PLACE_BYTES)
+        self._memory = memory[: self.places * _ROW_BYTES]
         self._words = self._memory.cast("Q")
-        self.places = len(self._words) // (1 + _ROW_WORDS)
+        self.rings = Rings(memory[len(self._memory) :], place)
         self._own = place
         self._heads = self._memory[: 8 * self.places]
         # As they were when news were read, but for the own one.

@@ -1,6 +1,11 @@
 """The prefix map's side of sharing: what waits to be told, what has been told, and whose life it was about.
 
-No I/O and no clock. `gateway.sharing.follower` and `writer` carry the entries.
+No clock, and no I/O: `gateway.sharing.sharing` carries the entries.
+
+Workers of one gateway tell each other every change at once, through memory (`gateway.sharing.rings`), and read that
+before each decision. What comes through Redis from these later is known, and passed over. Not so for `_SETTLED_S` after
+a worker has been heard for the first time, something of what it said was missed, or a replica has joined: what is not
+known yet is in what it writes to Redis then. What is told again after a loss goes through Redis alone.
 """
 
 import logging
@@ -13,6 +18,7 @@ from gateway.prefixes.shared import Log, SharedIndex
 from gateway.replicas.registry import Change, Fleet, Replica
 from gateway.sharing.layout import replica_identity
 from gateway.sharing.messages import (
+    MAX_TAIL,
     RECORD_BYTES,
     BadEntry,
     Record,
@@ -22,6 +28,7 @@ from gateway.sharing.messages import (
     records_of,
     writer_of,
 )
+from gateway.sharing.rings import Rings
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +51,9 @@ something to forget. Without it, a process start has become known, of a process 
 _SAME_RESTART_MS = 2_000
 _SAME_RESTART_S = 10.0
 """A restart noticed by another worker and by this one within so long is one, if the process does not tell its start."""
+_SETTLED_S = 10.0
+_LOOK_MESSAGES = 64
+"""What one look takes in at most, so that it takes no longer than about a millisecond; the rest is for the next."""
 
 
 class _Known:
@@ -102,6 +112,8 @@ class PrefixCounts:
     bad_entries: int = 0
     retold: int = 0
     restarts: int = 0
+    near: int = 0
+    near_missed: int = 0
 
 
 class PrefixShare:
@@ -112,7 +124,15 @@ class PrefixShare:
         lossy: something has been dropped since this was last set to False.
     """
 
-    def __init__(self, index: SharedIndex, fleet: Fleet, shards: int, max_bytes: int, writer: int) -> None:
+    def __init__(
+        self,
+        index: SharedIndex,
+        fleet: Fleet,
+        shards: int,
+        max_bytes: int,
+        writer: int,
+        rings: Rings | None = None,
+    ) -> None:
         """Follow a fleet, and become the index's journal.
 
         Args:
@@ -121,6 +141,7 @@ class PrefixShare:
             shards: number of logs.
             max_bytes: what all logs together may keep.
             writer: this worker's number.
+            rings: where the workers of this gateway tell each other; None if there is one.
         """
         self.index = index
         self.counts = PrefixCounts()
@@ -132,6 +153,11 @@ class PrefixShare:
         self._by_slot: list[_Known | None] = []
         self._by_identity: dict[int, _Known] = {}
         self._waiting_bytes = 0
+        self._rings = rings
+        self._retelling = False
+        # By place on the rings: who is there. By writer: since when nothing of what it said was missed.
+        self._near: dict[int, int] = {}
+        self._heard_since_s: dict[int, float] = {}
         self.on_news: Callable[[], None] | None = None
         """Called when there is something to tell, after a time with nothing. It must be cheap."""
         for replica in fleet.replicas.values():
@@ -155,6 +181,8 @@ class PrefixShare:
             return
         waiting = self._shards[known.shard].waiting
         waiting.append((known.identity, known.epoch_ms, record))
+        if self._rings is not None and not self._retelling:
+            self._tell_near(known, record)
         if not self._waiting_bytes and self.on_news is not None:
             self.on_news()
         self._waiting_bytes += length_bytes
@@ -163,6 +191,12 @@ class PrefixShare:
             self._waiting_bytes -= _length_bytes(longest.popleft())
             self.counts.dropped += 1
             self.lossy = True
+
+    def _tell_near(self, known: _Known, record: Record | None) -> None:
+        """Tell the other workers of this gateway, if only that the replica lives its present life."""
+        assert self._rings is not None
+        for packed in (b"",) if record is None else (pack_records([part]) for part in _parts(record)):
+            self._rings.tell(pack_entry(self._writer, [(known.identity, known.epoch_ms, packed)]))
 
     @property
     def waiting_bytes(self) -> int:
@@ -244,20 +278,66 @@ class PrefixShare:
                 self._size(shard)
         try:
             writer = writer_of(entry)
-            if writer != self._writer or only is not None:
-                for identity, epoch_ms, records in groups_of(entry):
-                    known = self._by_identity.get(identity)
-                    if known is not None and (only is None or only == identity) and self._lives(known, epoch_ms):
-                        self._take_in(known, records)
+            if only is not None or not (writer == self._writer or (state.loaded and self._has_heard(writer))):
+                self.counts.applied += self._take_in_entry(entry, only)
         except BadEntry:
             self.counts.bad_entries += 1
             return 0
         return writer
 
-    def _take_in(self, known: _Known, records: memoryview) -> None:
+    def _has_heard(self, writer: int) -> bool:
+        """Whether all that a worker writes to Redis now was known before."""
+        since_s = self._heard_since_s.get(writer)
+        return since_s is not None and self._now_s - since_s > _SETTLED_S
+
+    def look(self, now_s: float) -> bool:
+        """Take in what other workers of this gateway have told. Before `read`, and before decisions.
+
+        Args:
+            now_s: monotonic seconds.
+
+        Returns:
+            Whether there is more.
+        """
+        rings = self._rings
+        if rings is None or not rings.has_news:
+            return False
+        self._now_s = now_s
+        for number, (place, message) in enumerate(rings.news(), 1):
+            if message is None:
+                self.counts.near_missed += 1
+                self._heard_since_s.pop(self._near.pop(place, 0), None)
+            else:
+                self._hear(place, message)
+            if number == _LOOK_MESSAGES:
+                return rings.has_news
+        return False
+
+    def _hear(self, place: int, message: bytes) -> None:
+        try:
+            writer = writer_of(message)
+            if self._near.get(place) != writer:
+                self._heard_since_s.pop(self._near.get(place, 0), None)
+                self._near[place] = writer
+                self._heard_since_s[writer] = self._now_s
+            self.counts.near += self._take_in_entry(message)
+        except BadEntry:
+            self.counts.bad_entries += 1
+
+    def _take_in_entry(self, entry: bytes, only: int | None = None) -> int:
+        """Take in what is about replicas known here, or about `only` one; return how many records."""
+        taken = 0
+        for identity, epoch_ms, records in groups_of(entry):
+            known = self._by_identity.get(identity)
+            if known is not None and (only is None or only == identity) and self._lives(known, epoch_ms):
+                taken += self._take_in(known, records)
+        return taken
+
+    def _take_in(self, known: _Known, records: memoryview) -> int:
         index, counts, slot, state = self.index, self.counts, known.slot, self._shards[known.shard]
+        taken = 0
         for depth, block, tail in records_of(records):
-            counts.applied += 1
+            taken += 1
             if tail is None:
                 index.prune(slot, depth, block)
             elif not index.graft(slot, depth, block, tail):
@@ -265,6 +345,7 @@ class PrefixShare:
                     state.orphans.append((depth, known.identity, known.epoch_ms, block, tail))
                 else:
                     counts.orphans += 1
+        return taken
 
     def loaded(self, shard: int) -> Iterator[None]:
         """A log has been read to its end: find the parents of what had none when it was read.
@@ -314,10 +395,14 @@ class PrefixShare:
         state = self._shards[shard]
         if state.retelling is None:
             state.retelling = self._retell(shard, since)
-        for told in state.retelling:
-            blocks -= told
-            if blocks <= 0:
-                return True
+        self._retelling = True
+        try:
+            for told in state.retelling:
+                blocks -= told
+                if blocks <= 0:
+                    return True
+        finally:
+            self._retelling = False
         state.retelling = None
         return False
 
@@ -372,6 +457,8 @@ class PrefixShare:
             known.epoch_ms = epoch_ms
             known.adopted_s = now_s
             self._shards[known.shard].told_new_epoch.add(known.identity)
+            if self._rings is not None:
+                self._tell_near(known, None)
         return news
 
     def refresh(self, now_s: float) -> None:
@@ -417,11 +504,23 @@ class PrefixShare:
     def _changed(self, change: Change, replica: Replica) -> None:
         if change is Change.ADDED:
             self._attach(replica)
+            # Others may have told of it before it was known here.
+            self._heard_since_s = dict.fromkeys(self._heard_since_s, self._now_s)
         elif change is Change.REMOVED:
             known = self._by_slot[replica.slot]
             if known is not None:
                 self._by_slot[replica.slot] = None
                 self._by_identity.pop(known.identity, None)
+
+
+def _parts(record: Record) -> Iterator[Record]:
+    """Cut a record into such as fit into a message."""
+    depth, block, tail = record
+    if tail is None or len(tail) <= MAX_TAIL:
+        yield record
+        return
+    for start in range(0, len(tail), MAX_TAIL):
+        yield depth + start, tail[start - 1] if start else block, tail[start : start + MAX_TAIL]
 
 
 def _length_bytes(item: _Waiting) -> int:

@@ -109,7 +109,7 @@ class Sharing:
             shards: number of prefix logs.
             max_bytes: what all of these may keep.
             clock: monotonic seconds.
-            board: where the workers of this gateway see each other's load; None if there is one.
+            board: where the workers of this gateway see each other's load and hear of prefixes; None if there is one.
         """
         self._target = target
         self._fleet = fleet
@@ -118,8 +118,11 @@ class Sharing:
         self._random = random.SystemRandom()
         self._writer = self._random.getrandbits(63) | 1
         self._keys = Keys(namespace, schedule, shards)
-        self.prefixes = PrefixShare(index, fleet, shards, max_bytes, self._writer)
+        rings = None if board is None else board.rings
+        self.prefixes = PrefixShare(index, fleet, shards, max_bytes, self._writer, rings)
         self.loads = LoadShare(ledger, fleet, self._writer, board)
+        if board is not None:
+            ledger.on_look = self._before_decision
         self.up = False
         self.loaded_s: float | None = None
         self.errors = 0
@@ -178,6 +181,10 @@ class Sharing:
         """A restart has been noticed here; return whether the map still has to forget the replica."""
         return self.prefixes.restarted(replica, self._clock(), time.time_ns() // 1_000_000)
 
+    def _before_decision(self, now_s: float) -> None:
+        self.prefixes.look(now_s)
+        self.loads.look_now_and_then(now_s)
+
     # -- rounds
 
     async def _run(self) -> None:
@@ -203,7 +210,9 @@ class Sharing:
         """Wait for the end of a task; what was heard of others becomes too old also while Redis hangs."""
         try:
             while not task.done():
-                self.loads.expire(self._clock())
+                now_s = self._clock()
+                self.loads.expire(now_s)
+                self.prefixes.look(now_s)
                 await asyncio.wait({task}, timeout=_EXPIRE_EVERY_S)
         finally:
             task.cancel()
@@ -341,6 +350,9 @@ class Sharing:
         for name, fields in entries:
             entry_id, entry = name.decode(), fields.get(b"e", b"")
             if shard is not None:
+                # Nothing is waited for: requests have their turn.
+                while self.prefixes.look(self._clock()):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
                 writer = self.prefixes.read(shard, entry_id, entry)
                 if writer == self._writer and self._sent_s[shard]:
                     self.lags_s.append(self._clock() - self._sent_s[shard].popleft())

@@ -371,6 +371,26 @@ async def test_workers_see_each_others_load_without_redis_and_that_of_a_dead_one
         assert [len(replica.requests) for replica in replicas] == [1 + (number in idle) for number in range(8)]
 
 
+async def test_a_worker_knows_at_the_next_request_what_another_sent_and_what_has_ended_without_redis(
+    tmp_path: Path,
+) -> None:
+    async with AsyncExitStack() as stack:
+        replicas = [await StubReplica().start() for _ in range(4)]
+        for replica in replicas:
+            stack.push_async_callback(replica.stop)
+        # Were the first request believed to be still computed, the second would go to another replica.
+        config = document(*replicas, routing={"policy": "predicted_ttft"})
+        served = await stack.enter_async_context(serving(config, tmp_path))
+        clients = await connected(stack, served, 2)
+        assert [worker["connections"] for worker in await until_workers(served, all_serving)] == [1, 1]
+        for number in range(20):
+            message = {"role": "user", "content": f"Number {number}. " * 500}
+            ask = post(PATH, json.dumps({**CHAT, "messages": [message]}).encode())
+            for expects, client in zip((False, True), (clients[number % 2], clients[1 - number % 2]), strict=True):
+                promised = (await client.ask(ask)).header("x-warmgate-expected-cached-tokens")
+                assert (int(promised or 0) > 1000) is expects
+
+
 @pytest.mark.skipif(not has_server(), reason="no redis-server on this machine")
 async def test_workers_share_their_map_through_a_server_of_their_own(replica: StubReplica, tmp_path: Path) -> None:
     config = document(replica)

@@ -151,10 +151,8 @@ def test_workers_of_one_gateway_see_each_others_load_without_being_told() -> Non
         assert other.columns(0) == Load(2, 0, 410.0, 0.75, 0.0, 1070.0, 470.0)
         assert one.columns(0) == Load(2, 0, 410.0, 0.75, 0.0, 1070.0, 470.0)
         ticket.first_token(0.2)
-        one.share.entry(0.2, [0])
         assert other.columns(0) == Load(2, 1, 10.0, 0.5, 1025.0, 1070.0, 470.0)
         ticket.finish(0.3)
-        one.share.entry(0.3, [0])
         assert other.columns(0) == Load(1, 0, 10.0, 0.5, 0.0, 20.0, 20.0)
         assert third.columns(0).in_flight == 1
         assert [worker.share.near_workers for worker in (one, other, third)] == [3, 3, 3]
@@ -166,8 +164,17 @@ def test_a_prompt_that_another_replica_computes_is_on_the_board() -> None:
         one.share.on_news = lambda: news.append(1)
         one.ledger.start(0, 0.0, 1000, 400, 0.25, 50, computed_elsewhere=True)
         assert news
-        one.share.entry(0.0, [0])
         assert other.columns(0) == Load(1, 0, 0.0, 0.0, 0.0, 1050.0, 450.0)
+
+
+def test_many_ends_of_one_moment_are_on_the_board_with_the_next_entry() -> None:
+    with on_one_board(2, *URLS, kind=Worker) as (_, (one, other)):
+        tickets = [one.ledger.start(0, 0.0, 1000, 400, 0.25, 50) for _ in range(100)]
+        for ticket in tickets:
+            ticket.finish(0.1)
+        assert 0 < other.columns(0).in_flight < 100
+        one.share.entry(0.1, [0])
+        assert other.columns(0) == NO_LOAD
 
 
 def test_what_is_done_of_a_prompt_is_on_the_board_after_a_while() -> None:
@@ -280,6 +287,7 @@ class RoutingWorker(Worker):
         super().__init__(number, *urls, board=board)
         policy = make_policy("predicted_ttft", number)
         self.router = router_over(self.fleet, policy, DEFAULT_SCHEDULE, ledger=self.ledger)
+        self.ledger.on_look = self.share.look_now_and_then
 
 
 def spread(
