@@ -12,6 +12,6 @@ Theory of operation
 - Orders and answers are JSON on a Unix socket pair per worker (`channel`). Its end is how a worker learns that the
   supervisor is gone: it ends what runs and exits.
 - Workers share the prefix map and their load through Redis, as gateways on several machines do. If no URL is given, a
-  redis-server is started on a private socket (`redis_server`). Each other's load they also see at once, in memory that
-  all have (`gateway.sharing.board`).
+  redis-server is started on a private socket (`redis_server`). From each other they also hear at once, in memory that
+  all have (`gateway.sharing.board`, `gateway.sharing.rings`).
 """
