@@ -52,7 +52,8 @@ _SAME_RESTART_MS = 2_000
 _SAME_RESTART_S = 10.0
 """A restart noticed by another worker and by this one within so long is one, if the process does not tell its start."""
 _SETTLED_S = 10.0
-_LOOK_MESSAGES = 64
+"""What has been told in memory is written to Redis by then; if not, because Redis is away, it is in memory alone."""
+_LOOK_MESSAGES = 16
 """What one look takes in at most, so that it takes no longer than about a millisecond; the rest is for the next."""
 
 
@@ -279,7 +280,7 @@ class PrefixShare:
         try:
             writer = writer_of(entry)
             if only is not None or not (writer == self._writer or (state.loaded and self._has_heard(writer))):
-                self.counts.applied += self._take_in_entry(entry, only)
+                self.counts.applied += self._take_in_entry(entry, only, loading=not state.loaded)
         except BadEntry:
             self.counts.bad_entries += 1
             return 0
@@ -324,16 +325,19 @@ class PrefixShare:
         except BadEntry:
             self.counts.bad_entries += 1
 
-    def _take_in_entry(self, entry: bytes, only: int | None = None) -> int:
-        """Take in what is about replicas known here, or about `only` one; return how many records."""
+    def _take_in_entry(self, entry: bytes, only: int | None = None, *, loading: bool = False) -> int:
+        """Take in what is about replicas known here, or about `only` one; return how many records.
+
+        While a log is being loaded, blocks without a parent wait for it.
+        """
         taken = 0
         for identity, epoch_ms, records in groups_of(entry):
             known = self._by_identity.get(identity)
             if known is not None and (only is None or only == identity) and self._lives(known, epoch_ms):
-                taken += self._take_in(known, records)
+                taken += self._take_in(known, records, loading=loading)
         return taken
 
-    def _take_in(self, known: _Known, records: memoryview) -> int:
+    def _take_in(self, known: _Known, records: memoryview, *, loading: bool) -> int:
         index, counts, slot, state = self.index, self.counts, known.slot, self._shards[known.shard]
         taken = 0
         for depth, block, tail in records_of(records):
@@ -341,7 +345,7 @@ class PrefixShare:
             if tail is None:
                 index.prune(slot, depth, block)
             elif not index.graft(slot, depth, block, tail):
-                if not state.loaded and tail:
+                if loading and tail:
                     state.orphans.append((depth, known.identity, known.epoch_ms, block, tail))
                 else:
                     counts.orphans += 1

@@ -181,6 +181,11 @@ class Sharing:
         """A restart has been noticed here; return whether the map still has to forget the replica."""
         return self.prefixes.restarted(replica, self._clock(), time.time_ns() // 1_000_000)
 
+    async def _hear_near(self) -> None:
+        """Take in all that workers of this gateway have told of prefixes; requests have their turn in between."""
+        while self.prefixes.look(self._clock()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
     def _before_decision(self, now_s: float) -> None:
         self.prefixes.look(now_s)
         self.loads.look_now_and_then(now_s)
@@ -210,9 +215,8 @@ class Sharing:
         """Wait for the end of a task; what was heard of others becomes too old also while Redis hangs."""
         try:
             while not task.done():
-                now_s = self._clock()
-                self.loads.expire(now_s)
-                self.prefixes.look(now_s)
+                self.loads.expire(self._clock())
+                await self._hear_near()
                 await asyncio.wait({task}, timeout=_EXPIRE_EVERY_S)
         finally:
             task.cancel()
@@ -350,9 +354,7 @@ class Sharing:
         for name, fields in entries:
             entry_id, entry = name.decode(), fields.get(b"e", b"")
             if shard is not None:
-                # Nothing is waited for: requests have their turn.
-                while self.prefixes.look(self._clock()):  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+                await self._hear_near()
                 writer = self.prefixes.read(shard, entry_id, entry)
                 if writer == self._writer and self._sent_s[shard]:
                     self.lags_s.append(self._clock() - self._sent_s[shard].popleft())

@@ -526,6 +526,23 @@ def test_what_was_missed_in_memory_is_known_through_redis() -> None:
     assert other.share.counts.applied == applied
 
 
+def test_what_has_no_parent_waits_for_it_only_where_it_may_come() -> None:
+    logs = new_logs()
+    memory = memoryview(bytearray(NEAR * PLACE_BYTES))
+    one = Worker(1, logs, rings=Rings(memory, 0))
+    one.index.insert(0, prompt(1, 2))
+    late = Worker(2, logs, rings=Rings(memory, 1))
+    for number in range(5):
+        one.index.insert(0, prompt(1, 2, number))
+    late.share.look(0.0)
+    assert late.believes([prompt(1, 2, 3)]) == [{}]
+    assert late.share.counts.orphans == 5
+    assert not any(shard.orphans for shard in late.share._shards)
+    one.write()
+    late.follow()
+    assert late.believes([prompt(1, 2, 3)]) == [{URLS[0]: 3}]
+
+
 def test_one_look_is_bounded() -> None:
     one, other = near_workers(new_logs())
     for number in range(prefixes._LOOK_MESSAGES + 1):
