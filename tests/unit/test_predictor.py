@@ -108,6 +108,23 @@ def test_unknown_hardware_is_learned_within_a_few_requests() -> None:
     assert calibration.factor == pytest.approx(12.0, rel=0.05)
 
 
+def test_a_slow_beginning_is_forgotten_within_a_hundred_noisy_requests() -> None:
+    """Of unknown hardware, while it warms up and another process starts beside it; a quarter of prompts are new."""
+    long, short = [], []
+    for seed in range(20):
+        rng = Random(seed)
+        calibration = Calibration(known_hardware=False)
+        for number in range(100):
+            compute_s = 0.035 if rng.random() < 0.25 else 0.002
+            slowness = 1.3 if number < 16 else 1.0
+            calibration.observe(compute_s, (0.08 + 20 * compute_s) * slowness * rng.lognormvariate(0.0, 0.15))
+        long.append(calibration.predict(0.035) / 0.78)
+        short.append(calibration.predict(0.002) / 0.12)
+    for ratios in (long, short):
+        assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.05)
+        assert max(ratios) < 1.15
+
+
 def test_outliers_do_not_move_it_much() -> None:
     calibration = Calibration(known_hardware=True)
     random = Random(7)
