@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from xxhash import xxh3_64_intdigest
 
 RING_BYTES = 512 << 10
-"""A worker that sends 500 requests a second with new prompts of 8 k tokens writes half of it in a second."""
+"""A worker that sends 500 requests a second with new prompts of 8 k tokens writes four fifths of it in a second."""
 MOST_BYTES = 16 << 10
 _HEAD = struct.Struct("=IQ")
 PLACE_BYTES = 8 + RING_BYTES

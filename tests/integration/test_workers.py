@@ -383,7 +383,8 @@ async def test_a_worker_knows_at_the_next_request_what_another_sent_and_what_has
         served = await stack.enter_async_context(serving(config, tmp_path))
         clients = await connected(stack, served, 2)
         assert [worker["connections"] for worker in await until_workers(served, all_serving)] == [1, 1]
-        for number in range(20):
+        # Two posts a request, and as many as a worker may make at once: faster machines are no matter.
+        for number in range(12):
             message = {"role": "user", "content": f"Number {number}. " * 500}
             ask = post(PATH, json.dumps({**CHAT, "messages": [message]}).encode())
             for expects, client in zip((False, True), (clients[number % 2], clients[1 - number % 2]), strict=True):
